@@ -1,0 +1,40 @@
+"""Importance ratios in log space, masked first and bounded before `exp`."""
+
+import torch
+
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios are clamped to +-20 right before `exp`: a ratio of 4.9e8 or 2.1e-9 carries no more information, while
+`exp` in float32 overflows at 88.7 and turns the gradient NaN even where a clip or a gate hides it in the loss."""
+
+
+def as_mask(mask: torch.Tensor) -> torch.Tensor:
+    """The 0/1 mask as bool."""
+    return mask if mask.dtype == torch.bool else mask != 0
+
+
+def at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    """float32 and float64 pass through; everything below is raised to float32."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`x` in float32 at least, with 0 in the cells where the bool `mask` is false, whatever stood there.
+
+    Must come before any arithmetic: 0 * NaN is NaN, in the loss and in the gradient.
+    """
+    return at_least_float32(x).masked_fill(~mask, 0.0)
+
+
+def bounded_exp(x: torch.Tensor) -> torch.Tensor:
+    """`exp(x)`, with `x` clamped to +-`LOG_RATIO_BOUND`; outside, the gradient is 0."""
+    return x.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def log_ratio(per_token_logps: torch.Tensor, old_per_token_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Per-token log importance ratio, log pi_theta - log pi_old: (B, T), 0 at masked cells, not yet bounded."""
+    return masked(per_token_logps, mask) - masked(old_per_token_logps, mask)
+
+
+def sequence_log_ratio(token_log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Length-normalized log-ratio of each row (GSPO, arXiv 2507.18071, eq. 7): (B, T) -> (B, 1), 0 for an empty row."""
+    return token_log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)

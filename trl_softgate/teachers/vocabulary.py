@@ -1,0 +1,41 @@
+"""A teacher's number for a token means something only if both models call the same token by the same id."""
+
+from collections.abc import Mapping
+
+
+def check_vocabulary(
+    student: Mapping[str, int],
+    teacher: Mapping[str, int],
+    student_size: int,
+    teacher_size: int,
+) -> None:
+    """Refuse a teacher whose vocabulary cannot score the student's tokens.
+
+    Args:
+        student, teacher: token -> id, as `tokenizer.get_vocab()` gives it.
+        student_size, teacher_size: rows of the two LM heads; padding rows included.
+
+    Raises:
+        ValueError: the maps differ (the first differing token, by the student's ids, is named), or the teacher has
+            fewer rows than the student.
+    """
+    if dict(student) != dict(teacher):
+        by_id = {i: token for token, i in teacher.items()}
+        for token, i in sorted(student.items(), key=lambda item: item[1]):
+            if teacher.get(token) != i:
+                raise ValueError(
+                    f"The teacher's vocabulary differs from the student's: id {i} is {token!r} for the student and "
+                    f"{by_id.get(i)!r} for the teacher. Use a teacher of the same tokenizer family."
+                )
+        # every student token agrees: what the teacher adds only matters where the student could sample its id
+        for token, i in sorted(teacher.items(), key=lambda item: item[1]):
+            if token not in student and i < student_size and i not in student.values():
+                raise ValueError(
+                    f"The teacher's vocabulary differs from the student's: id {i} is {token!r} for the teacher and no "
+                    "token for the student. Use a teacher of the same tokenizer family."
+                )
+    if teacher_size < student_size:
+        raise ValueError(
+            f"The teacher's LM head has {teacher_size} rows, the student's has {student_size}: the teacher cannot "
+            "score every token that the student may write. Use a teacher with at least as many rows."
+        )

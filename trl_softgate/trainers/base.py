@@ -1,0 +1,618 @@
+"""What the three trainers share: one loss, exact metrics, and a state that survives a stop."""
+
+import dataclasses
+import json
+import os
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch.utils.data import Sampler
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import RepeatSampler, get_config_model_id
+
+from ..diagnostics import statistics
+from ..diagnostics.statistics import Statistic
+from ..objectives import AGGREGATIONS, LOG_RATIO_BOUND, ObjectiveOutput, reduce_loss
+from ..objectives.ratios import as_mask, masked
+from ..validation import require_choice, require_number
+from . import hooks  # noqa: F401  (checks the installed TRL)
+from .state import TrainingState, load_state, save_state, state_path
+
+_NONFINITE = "nonfinite_share"
+
+
+@dataclass
+class BasePolicyConfig(GRPOConfig):
+    """Options that the three trainers add to `trl.GRPOConfig`.
+
+    Args:
+        aggregation: `"seq_mean_token_mean"` (mean over rows of the row's token mean) or `"token_mean"` (mean over
+            all tokens of the optimizer step, all micro-batches and processes).
+        resume_inexact: accept a checkpoint that lacks the training state of this package, or was written with
+            another batch geometry; the resumed run then differs from one that never stopped.
+
+    Raises:
+        ValueError: an option is out of range, or has no effect in this method.
+    """
+
+    aggregation: str = field(
+        default="seq_mean_token_mean",
+        metadata={
+            "help": "How the loss is averaged: 'seq_mean_token_mean' (mean over rows of each row's token mean) or "
+            "'token_mean' (mean over all tokens of the optimizer step)."
+        },
+    )
+    resume_inexact: bool = field(
+        default=False,
+        metadata={
+            "help": "Accept a checkpoint without the training state of trl_softgate or with another batch geometry. "
+            "The resumed run then differs from one that never stopped."
+        },
+    )
+
+    # Options of GRPOConfig that this method has no use for: a changed value is refused rather than neglected.
+    _UNUSED: ClassVar[tuple[str, ...]] = ()
+    _METHOD: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        require_choice("aggregation", self.aggregation, AGGREGATIONS)
+        require_choice("scale_rewards", self.scale_rewards, ("group", "batch", "none", True, False))
+        require_choice(
+            "multi_objective_aggregation",
+            self.multi_objective_aggregation,
+            ("sum_then_normalize", "normalize_then_sum"),
+        )
+        require_choice(
+            "vllm_importance_sampling_mode",
+            self.vllm_importance_sampling_mode,
+            ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+        )
+        require_number("beta", self.beta, minimum=0)
+        require_number("temperature", self.temperature, above=0)
+        require_number("top_entropy_quantile", self.top_entropy_quantile, minimum=0, maximum=1)
+        if self.delta is not None:
+            require_number("delta", self.delta, above=0)
+        if self.off_policy_mask_threshold is not None:
+            require_number("off_policy_mask_threshold", self.off_policy_mask_threshold, above=0)
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        for name in self._UNUSED:
+            if getattr(self, name) != defaults[name]:
+                raise ValueError(
+                    f"`{name}` has no effect in {self._METHOD}: leave it out (got {getattr(self, name)!r})."
+                )
+        super().__post_init__()
+        if self._needs_step_tokens and self._window % self.gradient_accumulation_steps != 0:
+            raise ValueError(
+                f"`aggregation='token_mean'` and the entropy bonus average over all tokens of an optimizer step, "
+                f"which must be known at its first micro-batch: make `steps_per_generation * num_iterations` "
+                f"({self._window}) a multiple of `gradient_accumulation_steps` ({self.gradient_accumulation_steps})."
+            )
+
+    def _fix(self, name: str, value: object, instead: str) -> None:
+        """Refuse another value of an option that the method itself determines."""
+        if getattr(self, name) != value:
+            raise ValueError(
+                f"`{name}={getattr(self, name)!r}` does not fit: {self._METHOD} sets it to {value!r}. {instead}"
+            )
+
+    def _check_gspo_epsilon(self) -> None:
+        """Warn of a clip range that is meant for token ratios."""
+        for name in ("epsilon", "epsilon_high"):
+            value = getattr(self, name)
+            if value is not None and value > 0.1:
+                warnings.warn(
+                    f"`{name}={value}` is a range for token ratios. A GSPO ratio is the geometric mean over the "
+                    "sequence and moves by about 1e-4: use `epsilon=3e-4, epsilon_high=4e-4` (arXiv 2507.18071, "
+                    "section 5.1), or nothing will ever be clipped.",
+                    UserWarning,
+                    stacklevel=4,
+                )
+        if self.aggregation == "token_mean":
+            warnings.warn(
+                "`aggregation='token_mean'` weighs a sequence by its length, while GSPO's objective gives every "
+                "sequence the same weight: use `aggregation='seq_mean_token_mean'` (arXiv 2507.18071, eq. 5).",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    @property
+    def _window(self) -> int:
+        """Micro-batches between two generations."""
+        assert self.steps_per_generation is not None  # set by GRPOConfig.__post_init__
+        return self.steps_per_generation * self.num_iterations
+
+    @property
+    def _needs_step_tokens(self) -> bool:
+        return self.aggregation == "token_mean" or self.entropy_coef != 0 or self.use_adaptive_entropy
+
+
+VESPO_OPTIONS = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+SAPO_OPTIONS = ("sapo_temperature_pos", "sapo_temperature_neg")
+CLIP_OPTIONS = ("epsilon", "epsilon_high", "delta")
+
+
+class _EpochRepeatSampler(RepeatSampler):
+    """`RepeatSampler` whose order depends on the epoch, not on how many epochs this process has seen.
+
+    TRL draws the e-th epoch's order from a generator that lives on in the process; a run resumed in the third epoch
+    would see the first one's order.
+    """
+
+    def __init__(self, *args: Any, epoch: Callable[[], int], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle:
+            self.generator.manual_seed(self.seed)
+            for _ in range(self._epoch()):
+                torch.randperm(self.num_samples, generator=self.generator)
+        return super().__iter__()
+
+
+class _TrainingStart(TrainerCallback):
+    """Tells the trainer that the loop's own counters are set and may now be overwritten."""
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self._begin = begin
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._begin()
+
+
+class BasePolicyTrainer(GRPOTrainer):
+    """`trl.GRPOTrainer` with a loss of ours; subclasses supply `_objective` and, where needed, `_policy_advantages`.
+
+    A callback may define `on_rollout(args, state, control, *, rollout, mode, **kwargs)`. It is called once per
+    generation batch with the batch of this process (`prompt_ids`, `prompt_mask`, `completion_ids`,
+    `completion_mask`, `advantages`, ...) and may add (B, T) tensors to it, which then travel with their rows.
+    """
+
+    _CONFIG: ClassVar[type[BasePolicyConfig]] = BasePolicyConfig
+    args: BasePolicyConfig
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: BasePolicyConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: list[Callable[..., Any]] | None = None,
+        rollout_func: Callable[..., Any] | None = None,
+        environment_factory: Any = None,
+    ) -> None:
+        if args is None:
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = self._CONFIG(f"{name.split('/')[-1]}-{self._name}")
+        elif not isinstance(args, self._CONFIG):
+            raise TypeError(
+                f"`args` of {type(self).__name__} must be a {self._CONFIG.__name__}, got {type(args).__name__}: its "
+                "defaults and checks belong to the method."
+            )
+        # Mergeable statistics of the running step (train) or evaluation, and those of finished steps not yet logged
+        self._statistics: dict[str, dict[str, Statistic]] = {"train": {}, "eval": {}}
+        self._finished: dict[str, list[dict[str, Statistic]]] = {"train": [], "eval": []}
+        self._step_tokens: torch.Tensor | None = None
+        self._restored: TrainingState | None = None
+        super().__init__(
+            model=model,
+            reward_funcs=reward_funcs,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            tools=tools,
+            rollout_func=None if rollout_func is None else _checked_rollout(rollout_func),
+            environment_factory=environment_factory,
+        )
+        self.add_callback(_TrainingStart(self._begin_training))
+
+    # Rollout
+
+    def _get_train_sampler(self, dataset: Any = None) -> Sampler:
+        return _EpochRepeatSampler(
+            data_source=self.train_dataset if dataset is None else dataset,
+            mini_repeat_count=self.num_generations,
+            batch_size=self.args.generation_batch_size // self.num_generations,
+            repeat_count=self.num_iterations * self.args.steps_per_generation,
+            shuffle=self.shuffle_dataset,
+            seed=self.args.seed,
+            epoch=lambda: int(self.state.epoch or 0),
+        )
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
+        completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
+        _require_completions(completion_ids)
+        return completion_ids, logprobs
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        mode = "train" if self.model.training else "eval"
+        rollout = super()._generate_and_score_completions(inputs)
+        self._dispatch_rollout(rollout, inputs, mode)
+        return rollout
+
+    def _dispatch_rollout(self, rollout: dict[str, Any], inputs: list[dict[str, Any]], mode: str, **kwargs: Any) -> None:
+        # transformers' callback handler calls only the events that every callback has
+        for callback in self.callback_handler.callbacks:
+            on_rollout = getattr(callback, "on_rollout", None)
+            if on_rollout is not None:
+                on_rollout(
+                    self.args,
+                    self.state,
+                    self.control,
+                    rollout=rollout,
+                    mode=mode,
+                    inputs=inputs,
+                    model=self.model,
+                    processing_class=self.processing_class,
+                    **kwargs,
+                )
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        inputs = super()._prepare_inputs(generation_batch)
+        if not self.args._needs_step_tokens:
+            return inputs
+        if not self.model.training:
+            tokens = self.accelerator.reduce(_loss_mask(inputs).sum(), reduction="sum")
+        else:
+            if self._step_tokens is None:
+                self._step_tokens = self._count_step_tokens()
+            tokens = self._step_tokens
+        # a copy: the buffer hands the same dict out again in the next iteration
+        return {**inputs, "num_tokens_in_step": tokens}
+
+    def _count_step_tokens(self) -> torch.Tensor:
+        """Valid tokens of the optimizer step that starts now, on all processes."""
+        micro_batches = self.current_gradient_accumulation_steps
+        if self._step % self.args._window + micro_batches > self.args._window:
+            raise RuntimeError(
+                "The optimizer step spans two generations, so its number of tokens is not known yet. Make the "
+                "dataset's length a multiple of the prompts per optimizer step."
+            )
+        assert self._buffered_inputs is not None
+        slices = [self._buffered_inputs[(self._step + i) % len(self._buffered_inputs)] for i in range(micro_batches)]
+        return self.accelerator.reduce(sum(_loss_mask(batch).sum() for batch in slices), reduction="sum")
+
+    # Loss
+
+    def _objective(
+        self,
+        per_token_logps: torch.Tensor,
+        old_per_token_logps: torch.Tensor,
+        advantages: torch.Tensor,
+        mask: torch.Tensor,
+    ) -> ObjectiveOutput:
+        """The method's per-token loss; the arguments are those of `objectives.grpo_loss`."""
+        raise NotImplementedError
+
+    def _policy_advantages(
+        self,
+        inputs: dict[str, Any],
+        per_token_logps: torch.Tensor,
+        old_per_token_logps: torch.Tensor,
+        mask: torch.Tensor,
+        collected: dict[str, Statistic],
+    ) -> torch.Tensor:
+        """The advantages that enter the objective: (B,) or (B, T)."""
+        return inputs["advantages"]
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        mode = "train" if self.model.training else "eval"
+        completion_mask = inputs["completion_mask"]
+        mask = _loss_mask(inputs)
+        # One forward gives everything: a second one would break ZeRO-3 with reentrant checkpointing
+        per_token_logps, entropies, aux_loss = self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], completion_mask], dim=1),
+            completion_mask.size(1),
+            compute_entropy=True,
+            compute_aux_loss=self.aux_loss_enabled,
+            **{name: inputs.get(name) for name in _MULTIMODAL_INPUTS},
+        )
+        collected: dict[str, Statistic] = {
+            _NONFINITE: statistics.mean(~torch.isfinite(per_token_logps), mask),
+        }
+        entropies = masked(entropies, mask)
+        collected["entropy"] = statistics.mean(entropies, mask)
+        # Absent where generation and optimization are aligned: the policy is still the one that sampled
+        old_per_token_logps = inputs.get("old_per_token_logps")
+        if old_per_token_logps is None:
+            old_per_token_logps = per_token_logps.detach()
+
+        advantages = self._policy_advantages(inputs, per_token_logps, old_per_token_logps, mask, collected)
+        objective = self._objective(per_token_logps, old_per_token_logps, advantages, mask)
+        collected |= objective.statistics
+        per_token_loss = objective.per_token_loss
+
+        if self.off_policy_mask_threshold is not None:
+            # By the sign of the group advantage, one decision per sequence, also where the fused one varies by token
+            per_token_loss = per_token_loss * self.get_off_policy_mask(
+                advantages=inputs["advantages"].unsqueeze(1),
+                per_token_logps=masked(per_token_logps, mask),
+                sampling_per_token_logps=masked(inputs.get("sampling_per_token_logps", old_per_token_logps), mask),
+                mask=mask.to(per_token_loss.dtype),
+                off_policy_threshold=self.off_policy_mask_threshold,
+            )
+        entropy_mask = None
+        if self.top_entropy_quantile < 1.0:
+            entropy_mask = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
+            per_token_loss = per_token_loss * entropy_mask
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            per_token_loss = per_token_loss * inputs["importance_sampling_ratio"]
+        if self.beta != 0.0:
+            x = masked(inputs["ref_per_token_logps"], mask) - masked(per_token_logps, mask)
+            x = x.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+            per_token_kl = x.exp() - x - 1
+            if self.args.use_bias_correction_kl:
+                per_token_kl = per_token_kl * objective.ratio
+            collected["kl"] = statistics.mean(per_token_kl, mask)
+            per_token_loss = per_token_loss + self.beta * per_token_kl
+
+        micro_batches = self.current_gradient_accumulation_steps if mode == "train" else 1
+        # The gradient is averaged over processes, so a sum over all of them is divided by its size per process
+        step_tokens = inputs["num_tokens_in_step"] / self.accelerator.num_processes if self.args._needs_step_tokens else None
+        total = reduce_loss(per_token_loss, mask, self.args.aggregation, denominator=1)
+        if self.args.aggregation == "token_mean":
+            own_size, size = mask.sum(), step_tokens
+        else:
+            own_size = torch.tensor(mask.size(0), device=mask.device)
+            size = mask.size(0) * micro_batches
+        loss = reduce_loss(per_token_loss, mask, self.args.aggregation, denominator=size)
+
+        if self._entropy_bonus_enabled:
+            collected["policy_loss"] = statistics.ratio(total, own_size)
+            loss = loss - self._entropy_bonus(entropies, mask, entropy_mask, step_tokens, micro_batches, mode)
+        if self.aux_loss_enabled:
+            loss = loss + self.router_aux_loss_coef * aux_loss / micro_batches
+            collected["aux_loss"] = statistics.ratio(aux_loss, torch.ones_like(aux_loss))
+
+        statistics.merge(self._statistics[mode], collected)
+        return loss
+
+    def _entropy_bonus(
+        self,
+        entropies: torch.Tensor,
+        mask: torch.Tensor,
+        entropy_mask: torch.Tensor | None,
+        step_tokens: Any,
+        micro_batches: int,
+        mode: str,
+    ) -> torch.Tensor:
+        """coef * mean entropy, with TRL's adaptive control of the coefficient (arXiv 2505.22312)."""
+        if entropy_mask is None:
+            bonus = entropies.sum() / step_tokens.clamp(min=1)
+            effective = mask
+        else:
+            # which tokens count is only known after the forward, so the mean is over the micro-batch, as in TRL
+            effective = mask & entropy_mask
+            bonus = (entropies * effective).sum() / effective.sum().clamp(min=1) / micro_batches
+        coef = self.entropy_coef
+        if self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target:
+            coef = 0.0
+        if mode == "train":
+            if self.use_adaptive_entropy:
+                seen = torch.stack([(entropies * effective).sum(), effective.sum()]).detach()
+                self._entropy_window_stats = (
+                    seen if self._entropy_window_stats is None else self._entropy_window_stats + seen
+                )
+                if self.accelerator.sync_gradients:
+                    total, count = self.accelerator.reduce(self._entropy_window_stats, reduction="sum").tolist()
+                    self._last_world_entropy = total / max(count, 1.0)
+                    self._entropy_window_stats = None
+                    step = self.args.entropy_coef_delta
+                    step = step if self._last_world_entropy <= self.args.entropy_target else -step
+                    self.entropy_coef = min(
+                        max(self.entropy_coef + step, self.args.entropy_coef_min), self.args.entropy_coef_max
+                    )
+            if self.accelerator.sync_gradients:
+                self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
+        return coef * bonus
+
+    # Metrics: sums and counts on the device, reduced over micro-batches and processes once per optimizer step
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.accelerator.sync_gradients:
+            self._step_tokens = None
+            self._on_step_statistics(self._reduce_statistics("train"))
+        return loss
+
+    def _reduce_statistics(self, mode: str) -> dict[str, Statistic]:
+        local, self._statistics[mode] = self._statistics[mode], {}
+        merged = statistics.unpack(self.accelerator.gather(statistics.pack(local)), local)
+        self._finished[mode].append(merged)
+        return merged
+
+    def _on_step_statistics(self, merged: dict[str, Statistic]) -> None:
+        """Called at the end of each optimizer step with its statistics over all processes."""
+
+    def _publish_statistics(self, mode: str) -> None:
+        """Hand finished statistics to TRL's metrics, as floats; one transfer from the device.
+
+        Raises:
+            FloatingPointError: the policy gave a log-probability that is not finite.
+        """
+        finished, self._finished[mode] = self._finished[mode], []
+        for step in statistics.to_floats(finished):
+            if step.pop(_NONFINITE, 0.0) > 0:
+                raise FloatingPointError(
+                    f"The policy's log-probabilities are not finite near step {self.state.global_step}: its weights or "
+                    "activations have overflowed. Resume from the last checkpoint with a lower `learning_rate` or "
+                    "`max_grad_norm`, or in float32."
+                )
+            for name, value in step.items():
+                self._metrics[mode][name].append(value)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        mode = "train" if self.model.training else "eval"
+        if mode == "eval" and self._statistics["eval"]:
+            self._reduce_statistics("eval")
+        self._publish_statistics(mode)
+        super().log(logs, start_time)
+
+    # State
+
+    def _geometry(self) -> dict[str, Any]:
+        """What must not change over a resume, by the name of its option."""
+        return {
+            "num_processes": self.accelerator.num_processes,
+            "seed": self.args.seed,
+        } | {
+            name: getattr(self.args, name)
+            for name in (
+                "per_device_train_batch_size",
+                "gradient_accumulation_steps",
+                "steps_per_generation",
+                "num_iterations",
+                "num_generations",
+            )
+        }
+
+    def _progress(self) -> dict[str, Any]:
+        """Further state of a subclass, JSON types; given back to `_restore_progress`."""
+        return {}
+
+    def _restore_progress(self, progress: dict[str, Any]) -> None:
+        """Take over what `_progress` gave."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        # Before TRL writes the rest: a checkpoint without this file is refused, one without the rest is useless
+        self._publish_statistics("train")
+        inside_window = self._step % self.args._window != 0
+        progress: dict[str, Any] = {
+            "method": self._progress(),
+            "metrics": {name: list(values) for name, values in self._metrics["train"].items()},
+            "total_loss": self._total_loss_scalar,
+            "last_logged_step": self._globalstep_last_logged,
+        }
+        if self.log_completions:
+            progress["logs"] = {
+                name: {key: list(rows) for key, rows in value.items()} if isinstance(value, dict) else list(value)
+                for name, value in self._logs.items()
+                if name != "images"
+            }
+            progress = json.loads(json.dumps(progress, default=str))
+        save_state(
+            state_path(
+                os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}"),
+                self.accelerator.process_index,
+            ),
+            TrainingState(
+                geometry=self._geometry(),
+                micro_step=self._step,
+                buffer=self._buffered_inputs if inside_window else None,
+                progress=progress,
+                tensors={"tr_loss": self._tr_loss},
+            ),
+        )
+        super()._save_checkpoint(model, trial)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self._restored = self._load_training_state(checkpoint)
+        super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_training_state(self, checkpoint: str) -> TrainingState | None:
+        path = state_path(checkpoint, self.accelerator.process_index)
+        hint = "Set `resume_inexact=True` to go on all the same; the run then differs from one that never stopped."
+        try:
+            state = load_state(path, self.accelerator.device)
+        except FileNotFoundError:
+            if self.args.resume_inexact:
+                return None
+            raise ValueError(
+                f"{checkpoint} has no {path.name}: it was not written by {type(self).__name__}, or its writing was "
+                f"cut off. {hint}"
+            ) from None
+        geometry = self._geometry()
+        changed = [
+            f"`{name}` {state.geometry.get(name)!r} -> {value!r}"
+            for name, value in geometry.items()
+            if state.geometry.get(name) != value
+        ]
+        if not changed:
+            return state
+        if self.args.resume_inexact:
+            return None
+        raise ValueError(f"{checkpoint} was written with other settings: {', '.join(changed)}. {hint}")
+
+    def _begin_training(self) -> None:
+        """Called when the training loop has set its own counters and before its first step."""
+        restored, self._restored = self._restored, None
+        self._statistics["train"], self._finished["train"] = {}, []
+        self._step_tokens = None
+        self._entropy_window_stats = None
+        self._buffered_inputs = None
+        self._step = self.state.global_step * self.args.gradient_accumulation_steps
+        if restored is None:
+            return
+        self._step = restored.micro_step
+        self._buffered_inputs = restored.buffer
+        progress = restored.progress
+        self._metrics["train"] = defaultdict(list, progress["metrics"])
+        self._tr_loss = restored.tensors["tr_loss"]
+        self._total_loss_scalar = progress["total_loss"]
+        self._globalstep_last_logged = progress["last_logged_step"]
+        for name, value in progress.get("logs", {}).items():
+            if isinstance(value, dict):
+                for key, rows in value.items():
+                    self._logs[name][key].extend(rows)
+            else:
+                self._logs[name].extend(value)
+        self._restore_progress(progress["method"])
+
+
+_MULTIMODAL_INPUTS = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+
+
+def _loss_mask(inputs: dict[str, Any]) -> torch.Tensor:
+    """(B, T) bool: tokens that the model wrote, without padding, tool output and masked truncated rows."""
+    mask = inputs["completion_mask"]
+    return as_mask(mask if "tool_mask" not in inputs else mask * inputs["tool_mask"])
+
+
+def _require_completions(completion_ids: list[list[int]]) -> None:
+    empty = [i for i, ids in enumerate(completion_ids) if len(ids) == 0]
+    if empty:
+        raise ValueError(
+            f"Rows {empty} of the rollout have an empty completion. A completion holds at least one token: give the "
+            "end-of-sequence token where the model said nothing."
+        )
+
+
+def _checked_rollout(rollout_func: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        output = rollout_func(*args, **kwargs)
+        _require_completions(output.get("completion_ids", []))
+        return output
+
+    return checked

@@ -1,0 +1,105 @@
+"""What a checkpoint must hold beyond TRL's, so that a resumed run equals one that never stopped.
+
+One safetensors file per process: the rollout buffer as tensors, everything else as JSON in the file's metadata, so
+that both are written by one atomic rename.
+"""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+_FORMAT = 1
+_KEY = "trl_softgate"
+
+
+@dataclass
+class TrainingState:
+    """State of one process at the end of an optimizer step.
+
+    Attributes:
+        geometry: settings that must be the same in the resumed run, by name; JSON types.
+        micro_step: micro-batches done since the start of training.
+        buffer: rollouts still to be used, one dict per slice of the generation batch; None outside a reuse window.
+        progress: anything else that is needed, JSON types.
+        tensors: single tensors that are needed, by name.
+    """
+
+    geometry: dict[str, Any]
+    micro_step: int
+    buffer: list[dict[str, Any]] | None = None
+    progress: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def state_path(checkpoint: str | os.PathLike[str], process_index: int) -> Path:
+    """The state file of one process in a checkpoint folder."""
+    return Path(checkpoint) / f"softgate_state_{process_index}.safetensors"
+
+
+def save_state(path: Path, state: TrainingState) -> None:
+    """Write `state` to `path`: complete, or not at all.
+
+    Raises:
+        TypeError: the rollout buffer holds something that is neither a tensor nor JSON.
+    """
+    tensors = {f"tensors/{name}": tensor for name, tensor in state.tensors.items()}
+    plain: list[dict[str, Any]] = []
+    for i, batch in enumerate(state.buffer or []):
+        plain.append({})
+        for name, value in batch.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"buffer/{i}/{name}"] = value
+            else:
+                plain[i][name] = value
+    header = {
+        "format": _FORMAT,
+        "geometry": state.geometry,
+        "micro_step": state.micro_step,
+        "progress": state.progress,
+        "buffer": None if state.buffer is None else plain,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    # clone: the slices of a batch are views of one storage, which safetensors refuses
+    save_file(
+        {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()},
+        temporary,
+        metadata={_KEY: json.dumps(header)},
+    )
+    with open(temporary, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def load_state(path: Path, device: torch.device) -> TrainingState:
+    """Read what `save_state` wrote, tensors on `device`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged or was written by another format version.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            header = json.loads((file.metadata() or {})[_KEY])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        if header["format"] != _FORMAT:
+            raise ValueError(f"its format is {header['format']}, this version reads {_FORMAT}")
+        buffer: list[dict[str, Any]] | None = header["buffer"]
+        state = TrainingState(header["geometry"], header["micro_step"], buffer, header["progress"])
+    except Exception as error:
+        raise ValueError(f"{path} is not a readable training state: {error}") from error
+    for name, tensor in tensors.items():
+        kind, *rest = name.split("/", 2)
+        if kind == "buffer" and buffer is not None:
+            buffer[int(rest[0])][rest[1]] = tensor
+        else:
+            state.tensors[rest[0]] = tensor
+    return state
