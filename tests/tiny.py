@@ -101,7 +101,7 @@ def config(cls: type, output_dir: Any, **kwargs: Any) -> Any:
         learning_rate=1e-3,
         bf16=False,
         use_cpu=True,
-        gradient_checkpointing=False,
+        activation_checkpointing=False,
         report_to="none",
         logging_steps=1,
         save_strategy="no",

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler, get_config_model_id
 
@@ -496,11 +497,15 @@ class BasePolicyTrainer(GRPOTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # Before TRL writes the rest: a checkpoint without this file is refused, one without the rest is useless
         self._publish_statistics("train")
+        if not self.args.save_only_model:
+            self._save_training_state(self._get_output_dir(trial=trial))
+        super()._save_checkpoint(model, trial)
+
+    def _save_training_state(self, run_dir: str) -> None:
         inside_window = self._step % self.args._window != 0
         progress: dict[str, Any] = {
             "method": self._progress(),
             "metrics": {name: list(values) for name, values in self._metrics["train"].items()},
-            "total_loss": self._total_loss_scalar,
             "last_logged_step": self._globalstep_last_logged,
         }
         if self.log_completions:
@@ -512,7 +517,7 @@ class BasePolicyTrainer(GRPOTrainer):
             progress = json.loads(json.dumps(progress, default=str))
         save_state(
             state_path(
-                os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}"),
+                os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"),
                 self.accelerator.process_index,
             ),
             TrainingState(
@@ -523,7 +528,6 @@ class BasePolicyTrainer(GRPOTrainer):
                 tensors={"tr_loss": self._tr_loss},
             ),
         )
-        super()._save_checkpoint(model, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -569,7 +573,8 @@ class BasePolicyTrainer(GRPOTrainer):
         progress = restored.progress
         self._metrics["train"] = defaultdict(list, progress["metrics"])
         self._tr_loss = restored.tensors["tr_loss"]
-        self._total_loss_scalar = progress["total_loss"]
+        # transformers reports `train_loss` over the steps of this call: what an earlier one left is not among them
+        self._total_loss_scalar = -self._tr_loss.item()
         self._globalstep_last_logged = progress["last_logged_step"]
         for name, value in progress.get("logs", {}).items():
             if isinstance(value, dict):

@@ -40,7 +40,7 @@ class SAFDistillConfig(BasePolicyConfig):
         teacher_batch_size: rows per forward of the teacher, >= 1; default `per_device_train_batch_size`.
         policy_objective: `"grpo"`, `"gspo"` (GSPO-token) or `"sapo"` (gate by the sign at each token).
         epsilon, epsilon_high: clip range; default by objective: grpo 0.2 / 0.27, gspo 3e-4 / 4e-4, sapo has none.
-        aggregation: default `"token_mean"`, as in the paper's runs.
+        aggregation: default `"token_mean"`, as in the paper's runs; with gspo `"seq_mean_token_mean"`, GSPO's own.
         grpo_coef: weight of A_grpo, >= 0. 0 is distillation alone, with `num_generations=1`.
         opd_coef: weight of A_opd, >= 0. 0 is the policy objective alone; the teacher is not loaded.
         opd_top_k_percent: stage 1, share of each row's tokens that keep their A_opd, in (0, 100]; None: off.
@@ -82,11 +82,12 @@ class SAFDistillConfig(BasePolicyConfig):
     importance_sampling_level: str | None = field(  # type: ignore[assignment]
         default=None, metadata={"help": "Fixed by `policy_objective`."}
     )
-    aggregation: str = field(
-        default="token_mean",
+    aggregation: str | None = field(  # type: ignore[assignment]
+        default=None,
         metadata={
             "help": "How the loss is averaged: 'token_mean' (mean over all tokens of the optimizer step) or "
-            "'seq_mean_token_mean' (mean over rows of each row's token mean)."
+            "'seq_mean_token_mean' (mean over rows of each row's token mean); default by objective: gspo the second, "
+            "else the first."
         },
     )
     grpo_coef: float = field(
@@ -160,6 +161,8 @@ class SAFDistillConfig(BasePolicyConfig):
         ]
         self.loss_type = self.loss_type or loss_type
         self.importance_sampling_level = self.importance_sampling_level or level
+        if self.aggregation is None:
+            self.aggregation = "seq_mean_token_mean" if self.policy_objective == "gspo" else "token_mean"
         hint = "Choose the loss with `policy_objective` and the averaging with `aggregation`."
         self._fix("loss_type", loss_type, hint)
         self._fix("importance_sampling_level", level, hint)
@@ -201,6 +204,11 @@ class SAFDistillConfig(BasePolicyConfig):
             anneal=self.opd_anneal,
             anneal_min=self.opd_anneal_min,
         )
+
+
+def no_reward(completions: list[Any], **kwargs: Any) -> list[float]:
+    """Stands in for a reward function where distillation alone needs none."""
+    return [0.0] * len(completions)
 
 
 class SAFDistillTrainer(BasePolicyTrainer):
@@ -257,6 +265,9 @@ class SAFDistillTrainer(BasePolicyTrainer):
             )
         if teacher_model is model and not isinstance(model, str):
             raise ValueError("`teacher_model` is the student itself, which training changes: pass a copy, or its path.")
+        if reward_funcs is None and getattr(args, "grpo_coef", 1.0) == 0 and kwargs.get("environment_factory") is None:
+            # GRPOTrainer asks for a source of rewards, distillation alone has no use for one
+            reward_funcs = no_reward
         source = named if teacher_model is None else teacher_model
         needed = getattr(args, "opd_coef", 1.0) != 0
         if needed and source is None and not any(hasattr(callback, "on_rollout") for callback in callbacks or []):
