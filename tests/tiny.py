@@ -35,7 +35,9 @@ def tokenizer(swap: tuple[int, int] | None = None, pad_is_eos: bool = False) -> 
     return fast
 
 
-def model(seed: int = 0, vocab_size: int = 300, layers: int = 2, tie: bool = True, hidden: int = 32) -> Qwen3ForCausalLM:
+def model(
+    seed: int = 0, vocab_size: int = 300, layers: int = 2, tie: bool = True, hidden: int = 32
+) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(
         Qwen3Config(

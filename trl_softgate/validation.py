@@ -33,7 +33,8 @@ def require_number(
         or (below is not None and not value < below)
         or (maximum is not None and not value <= maximum)
     ):
-        raise ValueError(f"`{name}` must be a finite number{' ' if bounds else ''}{' and '.join(bounds)}, got {value!r}.")
+        wanted = f"a finite number {' and '.join(bounds)}".rstrip()
+        raise ValueError(f"`{name}` must be {wanted}, got {value!r}.")
 
 
 def require_choice(name: str, value: object, choices: Sequence[object]) -> None:

@@ -37,7 +37,9 @@ METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "saf": (
         SAFDistillTrainer,
         SAFDistillConfig,
-        dict(opd_warmup_steps=6, opd_kl_drop_threshold=0.01, opd_coef=20.0, opd_top_k_percent=None, opd_tanh_coef=None),
+        dict(
+            opd_warmup_steps=6, opd_kl_drop_threshold=0.01, opd_coef=20.0, opd_top_k_percent=None, opd_tanh_coef=None
+        ),
     ),
 }
 # times, and a summary that transformers takes over the steps of one call

@@ -10,8 +10,14 @@ import tiny
 import torch
 from transformers import TrainerCallback
 
-from trl_softgate import FusionSchedule, GSPOConfig, GSPOTrainer, SAFDistillConfig, SAFDistillTrainer
-from trl_softgate import TeacherLogprobsCallback
+from trl_softgate import (
+    FusionSchedule,
+    GSPOConfig,
+    GSPOTrainer,
+    SAFDistillConfig,
+    SAFDistillTrainer,
+    TeacherLogprobsCallback,
+)
 from trl_softgate.teachers import TeacherRequest
 
 NO_STAGES: dict[str, Any] = dict(
@@ -202,9 +208,7 @@ def test_warmup_longer_than_the_run_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("source", ["current", "old"])
 def test_opd_student_logps(source: str, tmp_path: Path) -> None:
     """On the first update both coincide; on a reused rollout only the current policy's follows the weights."""
-    made = trainer(
-        tmp_path, opd_student_logps=source, num_iterations=3, max_steps=3, learning_rate=1e-2, **NO_STAGES
-    )
+    made = trainer(tmp_path, opd_student_logps=source, num_iterations=3, max_steps=3, learning_rate=1e-2, **NO_STAGES)
     made.train()
     seen = values(made, "distill/opd_abs_mean")
     assert (max(seen) - min(seen) < 1e-6) == (source == "old")

@@ -24,7 +24,14 @@ class TeacherLogprobsCallback(TrainerCallback):
         self.teacher = teacher
 
     def on_rollout(
-        self, args: Any, state: Any, control: Any, *, rollout: dict[str, Any], teacher_needed: bool = True, **kwargs: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        *,
+        rollout: dict[str, Any],
+        teacher_needed: bool = True,
+        **kwargs: Any,
     ) -> None:
         """Called by the trainer after generation and rewards; not asked while the answer cannot matter."""
         if not teacher_needed:

@@ -90,11 +90,10 @@ def pack(statistics: Mapping[str, Statistic]) -> torch.Tensor:
 
 def unpack(packed: torch.Tensor, like: Mapping[str, Statistic]) -> dict[str, Statistic]:
     """Statistics over all processes from the (P, 2K) rows that `pack` made on each, named and typed as `like`."""
-    merged: dict[str, Statistic] = {}
-    for row in packed:
-        parts = {name: Statistic(s.kind, row[2 * i], row[2 * i + 1]) for i, (name, s) in enumerate(like.items())}
-        merge(merged, parts)
-    return merged
+    values, counts = packed.view(packed.shape[0], -1, 2).unbind(-1)
+    counts = counts.sum(0)
+    merged = {"mean": values.sum(0), "min": values.amin(0), "max": values.amax(0)}
+    return {name: Statistic(s.kind, merged[s.kind][i], counts[i]) for i, (name, s) in enumerate(like.items())}
 
 
 def results(statistics: Mapping[str, Statistic]) -> dict[str, torch.Tensor]:

@@ -36,5 +36,5 @@ def log_ratio(per_token_logps: torch.Tensor, old_per_token_logps: torch.Tensor, 
 
 
 def sequence_log_ratio(token_log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Length-normalized log-ratio of each row (GSPO, arXiv 2507.18071, eq. 7): (B, T) -> (B, 1), 0 for an empty row."""
+    """Length-normalized log-ratio of each row (GSPO, arXiv 2507.18071, eq. 7): (B, T) -> (B, 1); 0 where empty."""
     return token_log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)

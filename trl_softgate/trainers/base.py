@@ -150,20 +150,24 @@ class _EpochRepeatSampler(RepeatSampler):
 
     def __iter__(self) -> Iterator[int]:
         if self.shuffle:
-            self.generator.manual_seed(self.seed)
+            self.generator.manual_seed(self.seed or 0)
             for _ in range(self._epoch()):
                 torch.randperm(self.num_samples, generator=self.generator)
         return super().__iter__()
 
 
-class _TrainingStart(TrainerCallback):
-    """Tells the trainer that the loop's own counters are set and may now be overwritten."""
+class _LoopEvents(TrainerCallback):
+    """Tells the trainer where transformers' training loop is."""
 
-    def __init__(self, begin: Callable[[], None]) -> None:
-        self._begin = begin
+    def __init__(self, on_train_begin: Callable[[], None], on_epoch_begin: Callable[[], None]) -> None:
+        self._on_train_begin = on_train_begin
+        self._on_epoch_begin = on_epoch_begin
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._begin()
+        self._on_train_begin()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._on_epoch_begin()
 
 
 class BasePolicyTrainer(GRPOTrainer):
@@ -176,6 +180,9 @@ class BasePolicyTrainer(GRPOTrainer):
 
     _CONFIG: ClassVar[type[BasePolicyConfig]] = BasePolicyConfig
     args: BasePolicyConfig
+    # transformers types these as optional or as what a single process has
+    model: Any
+    accelerator: Any
 
     def __init__(
         self,
@@ -207,6 +214,7 @@ class BasePolicyTrainer(GRPOTrainer):
         self._finished: dict[str, list[dict[str, Statistic]]] = {"train": [], "eval": []}
         self._step_tokens: torch.Tensor | None = None
         self._restored: TrainingState | None = None
+        self._epoch = 0
         super().__init__(
             model=model,
             reward_funcs=reward_funcs,
@@ -223,7 +231,7 @@ class BasePolicyTrainer(GRPOTrainer):
             rollout_func=None if rollout_func is None else _checked_rollout(rollout_func),
             environment_factory=environment_factory,
         )
-        self.add_callback(_TrainingStart(self._begin_training))
+        self.add_callback(_LoopEvents(self._begin_training, self._begin_epoch))
 
     # Rollout
 
@@ -231,11 +239,11 @@ class BasePolicyTrainer(GRPOTrainer):
         return _EpochRepeatSampler(
             data_source=self.train_dataset if dataset is None else dataset,
             mini_repeat_count=self.num_generations,
-            batch_size=self.args.generation_batch_size // self.num_generations,
-            repeat_count=self.num_iterations * self.args.steps_per_generation,
+            batch_size=(self.args.generation_batch_size or 0) // (self.num_generations or 1),
+            repeat_count=self.args._window,
             shuffle=self.shuffle_dataset,
             seed=self.args.seed,
-            epoch=lambda: int(self.state.epoch or 0),
+            epoch=lambda: self._epoch,
         )
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
@@ -249,7 +257,9 @@ class BasePolicyTrainer(GRPOTrainer):
         self._dispatch_rollout(rollout, inputs, mode)
         return rollout
 
-    def _dispatch_rollout(self, rollout: dict[str, Any], inputs: list[dict[str, Any]], mode: str, **kwargs: Any) -> None:
+    def _dispatch_rollout(
+        self, rollout: dict[str, Any], inputs: list[dict[str, Any]], mode: str, **kwargs: Any
+    ) -> None:
         # transformers' callback handler calls only the events that every callback has
         for callback in self.callback_handler.callbacks:
             on_rollout = getattr(callback, "on_rollout", None)
@@ -344,9 +354,10 @@ class BasePolicyTrainer(GRPOTrainer):
         per_token_loss = objective.per_token_loss
 
         if self.off_policy_mask_threshold is not None:
-            # By the sign of the group advantage, one decision per sequence, also where the fused one varies by token
+            # By the sign of the rollout's own advantage, also where the fused one has another
+            rewarded = inputs["advantages"]
             per_token_loss = per_token_loss * self.get_off_policy_mask(
-                advantages=inputs["advantages"].unsqueeze(1),
+                advantages=rewarded if rewarded.dim() == 2 else rewarded.unsqueeze(1),
                 per_token_logps=masked(per_token_logps, mask),
                 sampling_per_token_logps=masked(inputs.get("sampling_per_token_logps", old_per_token_logps), mask),
                 mask=mask.to(per_token_loss.dtype),
@@ -369,7 +380,9 @@ class BasePolicyTrainer(GRPOTrainer):
 
         micro_batches = self.current_gradient_accumulation_steps if mode == "train" else 1
         # The gradient is averaged over processes, so a sum over all of them is divided by its size per process
-        step_tokens = inputs["num_tokens_in_step"] / self.accelerator.num_processes if self.args._needs_step_tokens else None
+        step_tokens = None
+        if self.args._needs_step_tokens:
+            step_tokens = inputs["num_tokens_in_step"] / self.accelerator.num_processes
         total = reduce_loss(per_token_loss, mask, self.args.aggregation, denominator=1)
         if self.args.aggregation == "token_mean":
             own_size, size = mask.sum(), step_tokens
@@ -455,8 +468,8 @@ class BasePolicyTrainer(GRPOTrainer):
         for step in statistics.to_floats(finished):
             if step.pop(_NONFINITE, 0.0) > 0:
                 raise FloatingPointError(
-                    f"The policy's log-probabilities are not finite near step {self.state.global_step}: its weights or "
-                    "activations have overflowed. Resume from the last checkpoint with a lower `learning_rate` or "
+                    f"The policy's log-probabilities are not finite near step {self.state.global_step}: its weights "
+                    "or activations have overflowed. Resume from the last checkpoint with a lower `learning_rate` or "
                     "`max_grad_norm`, or in float32."
                 )
             for name, value in step.items():
@@ -558,11 +571,15 @@ class BasePolicyTrainer(GRPOTrainer):
             return None
         raise ValueError(f"{checkpoint} was written with other settings: {', '.join(changed)}. {hint}")
 
+    def _begin_epoch(self) -> None:
+        self._epoch += 1
+
     def _begin_training(self) -> None:
         """Called when the training loop has set its own counters and before its first step."""
         restored, self._restored = self._restored, None
         self._statistics["train"], self._finished["train"] = {}, []
         self._step_tokens = None
+        self._epoch = int(self.state.epoch or 0) - 1
         self._entropy_window_stats = None
         self._buffered_inputs = None
         self._step = self.state.global_step * self.args.gradient_accumulation_steps

@@ -30,6 +30,7 @@ _missing = [f"GRPOTrainer.{name}" for name in _TRAINER_HOOKS if not hasattr(GRPO
 _missing += [f"trl.trainer.utils.{name}" for name in _UTILS_HOOKS if not hasattr(utils, name)]
 if _missing:
     raise ImportError(
-        f"trl_softgate works with trl{SUPPORTED_TRL}; the installed trl {trl.__version__} has no {', '.join(_missing)}. "
+        f"trl_softgate works with trl{SUPPORTED_TRL}; the installed trl {trl.__version__} has no "
+        f"{', '.join(_missing)}. "
         f'Install a fitting version: pip install "trl{SUPPORTED_TRL}".'
     )

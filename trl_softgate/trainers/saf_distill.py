@@ -43,10 +43,11 @@ class SAFDistillConfig(BasePolicyConfig):
         aggregation: default `"token_mean"`, as in the paper's runs; with gspo `"seq_mean_token_mean"`, GSPO's own.
         grpo_coef: weight of A_grpo, >= 0. 0 is distillation alone, with `num_generations=1`.
         opd_coef: weight of A_opd, >= 0. 0 is the policy objective alone; the teacher is not loaded.
-        opd_top_k_percent: stage 1, share of each row's tokens that keep their A_opd, in (0, 100]; None: off.
-        opd_tanh_coef: stage 2, bound of the compressed A_opd, > 0; None: off.
+        opd_top_k_percent: stage 1, percentage of each row's tokens that keep A_opd, in (0, 100]; 100 or None: off.
+        opd_tanh_coef: stage 2, bound of the compressed A_opd, > 0; 0 or None: off.
         opd_warmup_steps: stage 3, optimizer steps until the term has full weight; 0: off.
-        opd_kl_drop_threshold: relative drop of the student-teacher KL that ends warm-up early, in [0, 1]; 0 or None: never.
+        opd_kl_drop_threshold: relative drop of the student-teacher KL that ends warm-up early, in [0, 1]; 0 or None:
+            never.
         opd_anneal: stage 4, linear decay of the term from the end of warm-up to the end of the run.
         opd_anneal_min: factor on the term at the end of the run, in [0, 1].
         opd_student_logps: `"current"` recomputes A_opd at each update, `"old"` keeps that of the rollout.
@@ -98,14 +99,10 @@ class SAFDistillConfig(BasePolicyConfig):
     )
     opd_top_k_percent: float | None = field(
         default=20.0,
-        metadata={"help": "Stage 1: share of each row's tokens that keep the teacher's advantage; 'none': off."},
+        metadata={"help": "Stage 1: percentage of each row's tokens that keep the teacher's advantage; 100: off."},
     )
-    opd_tanh_coef: float | None = field(
-        default=0.1, metadata={"help": "Stage 2: bound c of c * tanh(A); 'none': off."}
-    )
-    opd_warmup_steps: int = field(
-        default=100, metadata={"help": "Stage 3: optimizer steps of the warm-up; 0: off."}
-    )
+    opd_tanh_coef: float | None = field(default=0.1, metadata={"help": "Stage 2: bound c of c * tanh(A); 0: off."})
+    opd_warmup_steps: int = field(default=100, metadata={"help": "Stage 3: optimizer steps of the warm-up; 0: off."})
     opd_kl_drop_threshold: float | None = field(
         default=0.2, metadata={"help": "Stage 3: relative drop of the KL that ends warm-up early; 0: never."}
     )
@@ -128,7 +125,8 @@ class SAFDistillConfig(BasePolicyConfig):
         if self.opd_top_k_percent is not None:
             require_number("opd_top_k_percent", self.opd_top_k_percent, above=0, maximum=100)
         if self.opd_tanh_coef is not None:
-            require_number("opd_tanh_coef", self.opd_tanh_coef, above=0)
+            require_number("opd_tanh_coef", self.opd_tanh_coef, minimum=0)
+            self.opd_tanh_coef = self.opd_tanh_coef or None
         if self.teacher_batch_size is not None:
             require_number("teacher_batch_size", self.teacher_batch_size, minimum=1)
         if self.max_steps > 0 and self.opd_coef != 0:
@@ -149,8 +147,9 @@ class SAFDistillConfig(BasePolicyConfig):
             self.num_generations = 1
         elif self.grpo_coef == 0:
             warnings.warn(
-                f"Distillation alone (`grpo_coef=0`) compares no completions: `num_generations={self.num_generations}` "
-                "repeats each prompt. The paper's runs use `num_generations=1` and more prompts (arXiv 2607.29209).",
+                f"Distillation alone (`grpo_coef=0`) compares no completions: "
+                f"`num_generations={self.num_generations}` repeats each prompt. The paper's runs use "
+                "`num_generations=1` and more prompts (arXiv 2607.29209).",
                 UserWarning,
                 stacklevel=3,
             )
@@ -232,7 +231,7 @@ class SAFDistillTrainer(BasePolicyTrainer):
 
     Example:
         >>> trainer = SAFDistillTrainer(
-        ...     student, reward_funcs=reward, args=SAFDistillConfig("out"), train_dataset=dataset, teacher_model=teacher
+        ...     student, reward, SAFDistillConfig("out"), train_dataset=dataset, teacher_model=teacher
         ... )
         >>> trainer.train()
     """
@@ -264,7 +263,7 @@ class SAFDistillTrainer(BasePolicyTrainer):
                 "The teacher is named twice, by `teacher_model` and by `args.teacher_model_name_or_path`: keep one."
             )
         if teacher_model is model and not isinstance(model, str):
-            raise ValueError("`teacher_model` is the student itself, which training changes: pass a copy, or its path.")
+            raise ValueError("`teacher_model` is the student itself, which training changes: pass a copy or a path.")
         if reward_funcs is None and getattr(args, "grpo_coef", 1.0) == 0 and kwargs.get("environment_factory") is None:
             # GRPOTrainer asks for a source of rewards, distillation alone has no use for one
             reward_funcs = no_reward
@@ -323,7 +322,9 @@ class SAFDistillTrainer(BasePolicyTrainer):
         """Factor on the teacher's term in the running step; 0 means 0 for the rest of the run."""
         return self.args.opd_coef * self.fusion_schedule.multiplier(self._running_step)
 
-    def _dispatch_rollout(self, rollout: dict[str, Any], inputs: list[dict[str, Any]], mode: str, **kwargs: Any) -> None:
+    def _dispatch_rollout(
+        self, rollout: dict[str, Any], inputs: list[dict[str, Any]], mode: str, **kwargs: Any
+    ) -> None:
         needed = self._multiplier() != 0
         super()._dispatch_rollout(rollout, inputs, mode, teacher_needed=needed, **kwargs)
         if not needed:
@@ -333,8 +334,8 @@ class SAFDistillTrainer(BasePolicyTrainer):
         scores = rollout.get("teacher_per_token_logps")
         if scores is None:
             raise ValueError(
-                "No callback filled `rollout['teacher_per_token_logps']`. Add a TeacherLogprobsCallback, or fill it in "
-                "`on_rollout` of your own callback."
+                "No callback filled `rollout['teacher_per_token_logps']`. Add a TeacherLogprobsCallback, or fill it "
+                "in `on_rollout` of your own callback."
             )
         if scores.shape != rollout["completion_ids"].shape:
             raise ValueError(
@@ -393,9 +394,7 @@ class SAFDistillTrainer(BasePolicyTrainer):
     ) -> ObjectiveOutput:
         tensors = (per_token_logps, old_per_token_logps, advantages, mask)
         if self.args.policy_objective == "sapo":
-            return sapo_loss(
-                *tensors, tau_pos=self.args.sapo_temperature_pos, tau_neg=self.args.sapo_temperature_neg
-            )
+            return sapo_loss(*tensors, tau_pos=self.args.sapo_temperature_pos, tau_neg=self.args.sapo_temperature_neg)
         clip = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high, "delta": self.args.delta}
         if self.args.policy_objective == "grpo":
             return grpo_loss(*tensors, **clip)
