@@ -8,3 +8,5 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+# the matrices here are too small for a second thread to pay, and one thread makes runs repeatable
+os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -10,7 +10,7 @@ import torch
 from ..diagnostics import statistics
 from ..diagnostics.statistics import Statistic
 from ..objectives.policy import token_advantages
-from ..objectives.ratios import as_mask, masked
+from ..objectives.ratios import as_mask, masked, require_shape
 from ..validation import require_number
 
 
@@ -29,7 +29,7 @@ class FusionOutput:
 
 def has_teacher_value(teacher_per_token_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """(B, T) bool: valid tokens for which the teacher gave a finite log-probability."""
-    return as_mask(mask) & torch.isfinite(teacher_per_token_logps)
+    return as_mask(mask, teacher_per_token_logps) & torch.isfinite(teacher_per_token_logps)
 
 
 @torch.no_grad()
@@ -44,7 +44,11 @@ def opd_advantage(
 
     Returns:
         (B, T), detached; 0 at masked cells and where the teacher's value is missing or not finite.
+
+    Raises:
+        ValueError: the shapes differ.
     """
+    require_shape("teacher_per_token_logps", teacher_per_token_logps, per_token_logps)
     # a student's -inf would be an advantage of inf; its NaN is not hidden, it reaches the loss through the ratio
     known = has_teacher_value(teacher_per_token_logps, mask) & torch.isfinite(per_token_logps)
     return masked(teacher_per_token_logps, known) - masked(per_token_logps, known)
@@ -68,7 +72,7 @@ def top_k_percent_filter(advantages: torch.Tensor, mask: torch.Tensor, k: float 
     Raises:
         ValueError: `k` out of range.
     """
-    mask = as_mask(mask)
+    mask = as_mask(mask, advantages)
     advantages = masked(advantages, mask)
     return torch.where(_keep_set(advantages.abs(), mask, k), advantages, 0.0)
 
@@ -143,8 +147,11 @@ def fuse_advantages(
     Raises:
         ValueError: a shape or an option is out of range.
     """
-    mask = as_mask(mask)
-    known = mask if available is None else mask & as_mask(available)
+    mask = as_mask(mask, opd_advantages)
+    known = mask
+    if available is not None:
+        require_shape("available", available, opd_advantages)
+        known = mask & as_mask(available)
     opd = masked(opd_advantages, known)
     kept = _keep_set(opd.abs(), known, top_k_percent)
     term = opd_coef * multiplier * tanh_compress(torch.where(kept, opd, 0.0), tanh_coef)

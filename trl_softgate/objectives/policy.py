@@ -13,7 +13,7 @@ import torch
 from ..diagnostics import statistics
 from ..diagnostics.statistics import Statistic
 from ..validation import require_choice, require_number
-from .ratios import as_mask, bounded_exp, log_ratio, masked, sequence_log_ratio
+from .ratios import as_mask, bounded_exp, log_ratio, masked, require_shape, sequence_log_ratio
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,8 @@ def sapo_loss(
     mask, advantages = _prepare(per_token_logps, old_per_token_logps, advantages, mask)
     ratio = bounded_exp(log_ratio(per_token_logps, old_per_token_logps, mask))
     positive = advantages > 0
-    tau = torch.where(positive, tau_pos, tau_neg).to(ratio.dtype)
+    # of the ratio's dtype from the start: where() of two floats is float32
+    tau = torch.full_like(ratio, tau_neg, requires_grad=False).masked_fill(positive, tau_pos)
     weight = soft_gate_weight(ratio.detach(), tau)
     return ObjectiveOutput(
         per_token_loss=-advantages * soft_gate(ratio, tau),
@@ -158,13 +159,8 @@ def _prepare(
     per_token_logps: torch.Tensor, old_per_token_logps: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Checked bool mask and (B, T) advantages, 0 at masked cells."""
-    shape = per_token_logps.shape
-    if per_token_logps.dim() != 2 or old_per_token_logps.shape != shape or mask.shape != shape:
-        raise ValueError(
-            "`per_token_logps`, `old_per_token_logps` and `mask` must have one shape (B, T), got "
-            f"{tuple(shape)}, {tuple(old_per_token_logps.shape)} and {tuple(mask.shape)}."
-        )
-    return as_mask(mask), token_advantages(advantages, mask)
+    require_shape("old_per_token_logps", old_per_token_logps, per_token_logps)
+    return as_mask(mask, per_token_logps), token_advantages(advantages, mask)
 
 
 def token_advantages(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,24 @@ LOG_RATIO_BOUND = 20.0
 `exp` in float32 overflows at 88.7 and turns the gradient NaN even where a clip or a gate hides it in the loss."""
 
 
-def as_mask(mask: torch.Tensor) -> torch.Tensor:
-    """The 0/1 mask as bool."""
+def as_mask(mask: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """The 0/1 mask as bool.
+
+    Raises:
+        ValueError: `mask` has another shape than `like`, (B, T); broadcasting would hide a mistake.
+    """
+    if like is not None:
+        require_shape("mask", mask, like)
     return mask if mask.dtype == torch.bool else mask != 0
+
+
+def require_shape(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
+    """Raise `ValueError` unless `tensor` has the shape of `like`, which is (B, T)."""
+    if like.dim() != 2 or tensor.shape != like.shape:
+        raise ValueError(
+            f"`{name}` must have the shape (B, T) of what it belongs to, got {tuple(tensor.shape)} and "
+            f"{tuple(like.shape)}."
+        )
 
 
 def at_least_float32(x: torch.Tensor) -> torch.Tensor:

@@ -31,10 +31,10 @@ def reduce_loss(
         0-dim tensor; exactly 0, with its graph kept, when no token is valid.
 
     Raises:
-        ValueError: unknown `aggregation`.
+        ValueError: unknown `aggregation`, or a mask of another shape.
     """
     require_choice("aggregation", aggregation, AGGREGATIONS)
-    mask = as_mask(mask)
+    mask = as_mask(mask, per_token_loss)
     loss = masked(per_token_loss, mask)
     if aggregation == "seq_mean_token_mean":
         loss = loss.sum(-1) / mask.sum(-1).clamp(min=1)

@@ -97,6 +97,8 @@ class LocalTeacher:
 
 def _load(path: str, init_kwargs: dict[str, Any], trust_remote_code: bool) -> PreTrainedModel:
     init_kwargs.setdefault("dtype", "auto")
+    # each process holds its own teacher; "auto" would spread every process' copy over all devices
+    init_kwargs.setdefault("device_map", None)
     if os.path.isfile(os.path.join(path, "adapter_config.json")):
         adapted = AutoPeftModelForCausalLM.from_pretrained(path, trust_remote_code=trust_remote_code, **init_kwargs)
         return adapted.merge_and_unload()

@@ -28,8 +28,9 @@ def check_vocabulary(
                     f"{by_id.get(i)!r} for the teacher. Use a teacher of the same tokenizer family."
                 )
         # every student token agrees: what the teacher adds only matters where the student could sample its id
+        taken = set(student.values())
         for token, i in sorted(teacher.items(), key=lambda item: item[1]):
-            if token not in student and i < student_size and i not in student.values():
+            if token not in student and i < student_size and i not in taken:
                 raise ValueError(
                     f"The teacher's vocabulary differs from the student's: id {i} is {token!r} for the teacher and no "
                     "token for the student. Use a teacher of the same tokenizer family."
