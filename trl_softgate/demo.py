@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 TRAINERS = {"saf": "SAF distillation", "gspo": "GSPO", "sapo": "SAPO"}
-DEFAULT_STEPS = 150
+DEFAULT_STEPS = 120
 
 
 class DemoError(Exception):

@@ -127,7 +127,7 @@ def test_problems_are_distinct_and_depend_on_the_seed_alone() -> None:
 def test_the_dataset_carries_what_the_reward_needs() -> None:
     dataset = build_dataset(20, 0, "train", digits=3)
     assert dataset.column_names == ["prompt", "answer"]
-    for row in dataset:
+    for row in dataset.to_list():
         a, b = row["prompt"].removesuffix("=").split("+")
         assert len(a) == len(b) == 3
         assert row["answer"] == str(int(a) + int(b))

@@ -233,7 +233,7 @@ def evaluate_accuracy(
                 batch = list(problems[start : start + batch_size])
                 inputs = tokenizer([p.prompt for p in batch], return_tensors="pt", padding=True).to(model.device)
                 with torch.no_grad():
-                    output = model.generate(
+                    output = model.generate(  # pyright: ignore[reportCallIssue]
                         input_ids=inputs["input_ids"],
                         attention_mask=inputs["attention_mask"],
                         generation_config=config,

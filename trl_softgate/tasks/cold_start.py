@@ -18,7 +18,15 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .addition import build_tokenizer, completion_length, evaluate_accuracy, iterate_problems
+from .addition import (
+    EOS_TOKEN,
+    PAD_TOKEN,
+    VOCABULARY,
+    build_tokenizer,
+    completion_length,
+    evaluate_accuracy,
+    iterate_problems,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -80,9 +88,8 @@ def build_model(recipe: ColdStartRecipe, seed: int) -> PreTrainedModel:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = build_tokenizer()
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
+        vocab_size=len(VOCABULARY),
         hidden_size=recipe.hidden_size,
         intermediate_size=2 * recipe.hidden_size,
         num_hidden_layers=recipe.layers,
@@ -91,8 +98,8 @@ def build_model(recipe: ColdStartRecipe, seed: int) -> PreTrainedModel:
         head_dim=recipe.hidden_size // recipe.heads,
         max_position_embeddings=128,
         tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=VOCABULARY.index(PAD_TOKEN),
+        eos_token_id=VOCABULARY.index(EOS_TOKEN),
         bos_token_id=None,
     )
     with torch.random.fork_rng(devices=[]):
@@ -164,7 +171,7 @@ def _batches(recipe: ColdStartRecipe, seed: int) -> Iterator[torch.Tensor]:
     problems = iterate_problems(seed, "train", digits=recipe.digits)
     length = 2 * recipe.digits + 2 + completion_length(recipe.digits)
     while True:
-        texts = [p.prompt + p.solution + tokenizer.eos_token for p in islice(problems, recipe.batch_size)]
+        texts = [p.prompt + p.solution + EOS_TOKEN for p in islice(problems, recipe.batch_size)]
         tokens = torch.tensor(tokenizer(texts)["input_ids"])
         assert tokens.shape == (recipe.batch_size, length)
         yield tokens
