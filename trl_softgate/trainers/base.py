@@ -101,8 +101,8 @@ class BasePolicyConfig(GRPOConfig):
                 f"`{name}={getattr(self, name)!r}` does not fit: {self._METHOD} sets it to {value!r}. {instead}"
             )
 
-    def _check_gspo_epsilon(self) -> None:
-        """Warn of a clip range that is meant for token ratios."""
+    def _check_gspo(self, stacklevel: int = 4) -> None:
+        """Warn of a clip range that is meant for token ratios, and of an averaging that is not GSPO's."""
         for name in ("epsilon", "epsilon_high"):
             value = getattr(self, name)
             if value is not None and value > 0.1:
@@ -111,14 +111,14 @@ class BasePolicyConfig(GRPOConfig):
                     "sequence and moves by about 1e-4: use `epsilon=3e-4, epsilon_high=4e-4` (arXiv 2507.18071, "
                     "section 5.1), or nothing will ever be clipped.",
                     UserWarning,
-                    stacklevel=4,
+                    stacklevel=stacklevel,
                 )
         if self.aggregation == "token_mean":
             warnings.warn(
                 "`aggregation='token_mean'` weighs a sequence by its length, while GSPO's objective gives every "
                 "sequence the same weight: use `aggregation='seq_mean_token_mean'` (arXiv 2507.18071, eq. 5).",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=stacklevel,
             )
 
     @property

@@ -43,7 +43,7 @@ class GSPOConfig(BasePolicyConfig):
             require_number("epsilon_high", self.epsilon_high, minimum=0)
         self._fix("loss_type", "grpo", "Choose the averaging with `aggregation`.")
         self._fix("importance_sampling_level", "sequence", "Use SAPOTrainer or trl.GRPOTrainer for token ratios.")
-        self._check_gspo_epsilon()
+        self._check_gspo()
         super().__post_init__()
 
 

@@ -185,7 +185,7 @@ class SAFDistillConfig(BasePolicyConfig):
                 require_number("epsilon_high", self.epsilon_high, minimum=0)
         self._UNUSED = unused  # type: ignore[misc]
         if self.policy_objective == "gspo":
-            self._check_gspo_epsilon()
+            self._check_gspo(stacklevel=5)
 
     def _check_warmup(self, max_steps: int) -> None:
         if self.opd_warmup_steps > max_steps:
