@@ -92,7 +92,7 @@ def test_loads_a_model_folder_an_adapter_folder_and_a_peft_model(tmp_path: Path)
     adapted = get_peft_model(
         AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig(init_lora_weights=False, r=4)
     )
-    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.save_pretrained(str(tmp_path / "adapter"))
     from_folder = teacher(str(tmp_path / "adapter"))(request())
     assert (from_folder - expected).abs().max() > 1e-3
     torch.testing.assert_close(teacher(adapted)(request()), from_folder, atol=1e-5, rtol=0)
