@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from trl_softgate.teachers import LocalTeacher, TeacherRequest, check_vocabulary
 
@@ -86,8 +87,6 @@ def test_loads_a_model_folder_an_adapter_folder_and_a_peft_model(tmp_path: Path)
     expected = teacher(tiny.model(3))(request())
     torch.testing.assert_close(teacher(str(tmp_path / "base"), tokenizer=None)(request()), expected)
 
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(0)
     adapted = get_peft_model(
         AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig(init_lora_weights=False, r=4)
@@ -118,6 +117,22 @@ def test_loading_leaves_the_random_numbers_alone(tmp_path: Path) -> None:
 def test_other_temperature_is_refused() -> None:
     with pytest.raises(ValueError, match=r"temperature 1\.0"):
         teacher(tiny.model(3))(request(temperature=0.5))
+
+
+def test_one_object_cannot_be_a_teacher_at_two_temperatures() -> None:
+    shared = tiny.model(3)
+    teacher(shared)
+    with pytest.raises(ValueError, match="already a teacher at temperature 1.0"):
+        teacher(shared, temperature=0.5)
+
+
+def test_an_adapter_without_tokenizer_is_compared_by_its_base(tmp_path: Path) -> None:
+    tiny.model(3).save_pretrained(tmp_path / "base")
+    tiny.tokenizer(swap=(50, 60)).save_pretrained(tmp_path / "base")
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig(r=4))
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    with pytest.raises(ValueError, match="id 50 is"):
+        teacher(str(tmp_path / "adapter"), tokenizer=None)
 
 
 def test_missing_tokenizer_is_said() -> None:

@@ -9,10 +9,12 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
 from safetensors import safe_open
+from transformers import TrainerCallback
 
 from trl_softgate import (
     GSPOConfig,
@@ -22,6 +24,7 @@ from trl_softgate import (
     SAPOConfig,
     SAPOTrainer,
 )
+from trl_softgate.trainers.state import TrainingState, load_state, save_state
 
 STEPS = 8
 # a window of 4 optimizer steps each; the dataset gives one generation per epoch, so that the run crosses an epoch
@@ -174,7 +177,7 @@ def resume(checkpoint: Path, tmp_path: Path, method: str = "gspo", window: str =
 
 def test_the_state_file_is_safetensors_with_json(checkpoint: Path) -> None:
     with safe_open(checkpoint / "softgate_state_0.safetensors", framework="pt") as file:
-        header = json.loads(file.metadata()["trl_softgate"])
+        header = json.loads(bytes(file.get_tensor("json").tolist()))
         names = set(file.keys())
     assert header["micro_step"] == 2 and header["geometry"]["steps_per_generation"] == 4
     assert {f"buffer/{i}/completion_ids" for i in range(4)} <= names
@@ -185,7 +188,8 @@ def test_checkpoint_without_state_is_refused(checkpoint: Path, tmp_path: Path) -
     (checkpoint / "softgate_state_0.safetensors").unlink()
     with pytest.raises(ValueError, match="resume_inexact=True"):
         resume(checkpoint, tmp_path)
-    assert resume(checkpoint, tmp_path, resume_inexact=True).state.global_step == 4
+    with pytest.warns(UserWarning, match="differs from one that never stopped"):
+        assert resume(checkpoint, tmp_path, resume_inexact=True).state.global_step == 4
 
 
 def test_damaged_state_is_refused(checkpoint: Path, tmp_path: Path) -> None:
@@ -208,10 +212,54 @@ def test_other_geometry_is_refused(change: dict[str, Any], named: str, checkpoin
         resume(checkpoint, tmp_path, **change)
 
 
+def test_inexact_resume_keeps_what_still_fits(tmp_path: Path) -> None:
+    """Another geometry makes the rollouts useless, not the KL that was observed."""
+    options: dict[str, Any] = dict(eval_strategy="no", opd_warmup_steps=5, opd_kl_drop_threshold=1e-9)
+    first = make_trainer("saf", "4 slices", tmp_path, **options)
+    first.train()
+    frozen = first.fusion_schedule.state_dict()["frozen_at"]
+    assert frozen is not None and frozen < 6
+    with pytest.warns(UserWarning, match="`steps_per_generation` 4 -> 2"):
+        resumed = resume(
+            tmp_path / "checkpoint-6",
+            tmp_path,
+            "saf",
+            "2 slices twice",
+            resume_inexact=True,
+            **options,
+            max_steps=STEPS,
+        )
+    assert resumed.fusion_schedule.state_dict()["frozen_at"] == frozen
+
+
+def test_failed_resume_leaves_nothing_behind(checkpoint: Path, tmp_path: Path) -> None:
+    trainer = make_trainer("gspo", "4 slices", tmp_path / "again", max_steps=2, eval_strategy="no", save_strategy="no")
+
+    class Fail(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise RuntimeError("no disk")
+
+    trainer.callback_handler.callbacks.insert(0, Fail())
+    with pytest.raises(RuntimeError, match="no disk"):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    trainer.callback_handler.callbacks.pop(0)
+    generated = count_generations(trainer)
+    trainer.train()
+    assert generated == [0]
+
+
+def test_state_holds_logged_completions_of_any_kind(tmp_path: Path) -> None:
+    """More than the 100 MB that a safetensors header may have, non-ASCII, half a surrogate pair, numpy numbers."""
+    logs = {"prompt": ["\u00e9" * 60_000_000, "\ud800"], "extra": [np.float32(1.5)]}
+    save_state(tmp_path / "state", TrainingState({}, 3, None, logs))
+    loaded = load_state(tmp_path / "state", torch.device("cpu", 0))
+    assert loaded.progress == {"prompt": logs["prompt"], "extra": [1.5]} and loaded.micro_step == 3
+
+
 def test_other_schedule_is_refused(tmp_path: Path) -> None:
-    make_trainer("saf", "4 slices", tmp_path, max_steps=4, eval_strategy="no").train()
+    make_trainer("saf", "4 slices", tmp_path, max_steps=6, eval_strategy="no").train()
     with pytest.raises(ValueError, match="fusion schedule"):
-        resume(tmp_path / "checkpoint-2", tmp_path, "saf", max_steps=6)
+        resume(tmp_path / "checkpoint-2", tmp_path, "saf", max_steps=8)
 
 
 def test_second_training_starts_over(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
 from trl_softgate import (
@@ -179,6 +180,47 @@ def test_missing_values_are_neutral_up_to_one_percent(tmp_path: Path) -> None:
     assert 0 < values(made, "distill/missing_share")[0] < 0.01
     with pytest.raises(RuntimeError, match="above the limit of 1%"):
         trainer(tmp_path, teacher=None, callbacks=[gappy(0.02)], **options).train()
+
+
+def test_two_sources_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="two teachers"):
+        trainer(tmp_path, callbacks=[TeacherLogprobsCallback(Counting())])
+    both = [TeacherLogprobsCallback(Counting()), TeacherLogprobsCallback(Counting())]
+    with pytest.raises(ValueError, match="Keep one"):
+        trainer(tmp_path, teacher=None, callbacks=both).train()
+
+
+def test_teacher_sharing_weights_with_the_student_is_refused(tmp_path: Path) -> None:
+    base = tiny.model()
+    with pytest.raises(ValueError, match="shares weights"):
+        trainer(tmp_path, model=get_peft_model(base, LoraConfig(task_type="CAUSAL_LM")), teacher=base)  # type: ignore
+
+
+def test_a_step_without_valid_tokens_is_no_observation(tmp_path: Path) -> None:
+    """Its KL is not 0, it is unknown: taken for 0, it would end the warm-up for good."""
+    made = trainer(tmp_path, max_steps=5, opd_warmup_steps=4, learning_rate=0.0)
+
+    class Truncated(TrainerCallback):
+        def on_rollout(self, args: Any, state: Any, control: Any, *, rollout: dict[str, Any], **kwargs: Any) -> None:
+            if state.global_step == 1:
+                rollout["completion_mask"] = torch.zeros_like(rollout["completion_mask"])
+
+    made.add_callback(Truncated())
+    made.train()
+    assert made.fusion_schedule.state_dict()["frozen_at"] is None
+    assert values(made, "distill/scale") == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("objective", ["grpo", "gspo", "sapo"])
+def test_config_survives_a_round_trip(objective: str, tmp_path: Path) -> None:
+    made = tiny.config(SAFDistillConfig, tmp_path, policy_objective=objective, opd_warmup_steps=1)
+    plain = {name: value for name, value in made.to_dict().items() if name != "generation_batch_size"}
+    assert SAFDistillConfig(**plain).to_dict() == made.to_dict()
+
+
+def test_off_policy_mask_without_group_advantage_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="off_policy_mask_threshold"):
+        trainer(tmp_path, grpo_coef=0.0, num_generations=1, off_policy_mask_threshold=0.5)
 
 
 def test_schedule_counts_optimizer_steps_alone(tmp_path: Path) -> None:

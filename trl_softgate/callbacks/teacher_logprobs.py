@@ -36,6 +36,11 @@ class TeacherLogprobsCallback(TrainerCallback):
         """Called by the trainer after generation and rewards; not asked while the answer cannot matter."""
         if not teacher_needed:
             return
+        if "teacher_per_token_logps" in rollout:
+            raise ValueError(
+                "Two callbacks give `teacher_per_token_logps`: a TeacherLogprobsCallback (SAFDistillTrainer adds one "
+                "for a teacher model), and one before it. Keep one."
+            )
         rollout["teacher_per_token_logps"] = self.teacher(
             TeacherRequest(
                 prompt_ids=rollout["prompt_ids"],

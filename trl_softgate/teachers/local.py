@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from peft import AutoPeftModelForCausalLM, PeftModel
+from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path, get_config_model_id
 
 from .base import TeacherRequest
 from .vocabulary import check_vocabulary
+
+_TEMPERATURE = "_softgate_teacher_temperature"
 
 
 class LocalTeacher:
@@ -31,7 +33,8 @@ class LocalTeacher:
         trust_remote_code: for loading from a path.
 
     Raises:
-        ValueError: the vocabularies do not fit, see `check_vocabulary`.
+        ValueError: the vocabularies do not fit, see `check_vocabulary`, or the model object is a teacher at another
+            temperature.
     """
 
     def __init__(
@@ -64,6 +67,13 @@ class LocalTeacher:
         if not getattr(base, "is_quantized", False) and getattr(base, "hf_device_map", None) is None:
             model = model.to(device)  # type: ignore[assignment]
         _cut_lm_head(base, student_vocab_size)
+        # The patched head belongs to one temperature; patched again, an earlier teacher would answer at the new one
+        if getattr(base, _TEMPERATURE, temperature) != temperature:
+            raise ValueError(
+                f"This model object is already a teacher at temperature {getattr(base, _TEMPERATURE)}, and cannot be "
+                f"one at {temperature} as well: load it anew."
+            )
+        setattr(base, _TEMPERATURE, temperature)
         add_fused_lm_head(base, temperature=temperature)
         self.model = model.eval().requires_grad_(False)
         self.temperature = temperature
@@ -95,29 +105,39 @@ class LocalTeacher:
         return scores
 
 
+def _is_adapter(path: str) -> bool:
+    return os.path.isfile(os.path.join(path, "adapter_config.json"))
+
+
 def _load(path: str, init_kwargs: dict[str, Any], trust_remote_code: bool) -> PreTrainedModel:
     init_kwargs.setdefault("dtype", "auto")
     # each process holds its own teacher; "auto" would spread every process' copy over all devices
     init_kwargs.setdefault("device_map", None)
-    if os.path.isfile(os.path.join(path, "adapter_config.json")):
+    if _is_adapter(path):
         adapted = AutoPeftModelForCausalLM.from_pretrained(path, trust_remote_code=trust_remote_code, **init_kwargs)
         return adapted.merge_and_unload()
     return create_model_from_path(path, trust_remote_code=trust_remote_code, **init_kwargs)
 
 
 def _load_tokenizer(source: str | None, trust_remote_code: bool) -> Any:
-    try:
-        if not source:
-            raise OSError("the model does not say where it came from")
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        warnings.warn(
-            f"The teacher's tokenizer could not be loaded ({error}), so its vocabulary is taken to be the student's. "
-            "Pass `teacher_processing_class` to have it compared.",
-            UserWarning,
-            stacklevel=2,
-        )
-        return None
+    sources = [source] if source else []
+    if source and _is_adapter(source):
+        # an adapter is often saved without a tokenizer, its base never is
+        base = PeftConfig.from_pretrained(source).base_model_name_or_path
+        sources += [base] if base else []
+    problem: Exception = OSError("the model does not say where it came from")
+    for place in sources:
+        try:
+            return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            problem = error
+    warnings.warn(
+        f"The teacher's tokenizer could not be loaded ({problem}), so its vocabulary is taken to be the student's. "
+        "Pass `teacher_processing_class` to have it compared.",
+        UserWarning,
+        stacklevel=2,
+    )
+    return None
 
 
 def _cut_lm_head(model: PreTrainedModel, vocab_size: int) -> None:

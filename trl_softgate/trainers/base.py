@@ -1,7 +1,6 @@
 """What the three trainers share: one loss, exact metrics, and a state that survives a stop."""
 
 import dataclasses
-import json
 import os
 import warnings
 from collections import defaultdict
@@ -379,20 +378,17 @@ class BasePolicyTrainer(GRPOTrainer):
             per_token_loss = per_token_loss + self.beta * per_token_kl
 
         micro_batches = self.current_gradient_accumulation_steps if mode == "train" else 1
-        # The gradient is averaged over processes, so a sum over all of them is divided by its size per process
-        step_tokens = None
-        if self.args._needs_step_tokens:
-            step_tokens = inputs["num_tokens_in_step"] / self.accelerator.num_processes
-        total = reduce_loss(per_token_loss, mask, self.args.aggregation, denominator=1)
+        step_tokens = inputs.get("num_tokens_in_step")
         if self.args.aggregation == "token_mean":
-            own_size, size = mask.sum(), step_tokens
+            # The gradient is averaged over processes, the number of tokens is that of all of them
+            loss = reduce_loss(per_token_loss, mask, "token_mean", step_tokens) * self.accelerator.num_processes
         else:
-            own_size = torch.tensor(mask.size(0), device=mask.device)
-            size = mask.size(0) * micro_batches
-        loss = reduce_loss(per_token_loss, mask, self.args.aggregation, denominator=size)
+            loss = reduce_loss(per_token_loss, mask, self.args.aggregation, mask.size(0) * micro_batches)
 
         if self._entropy_bonus_enabled:
-            collected["policy_loss"] = statistics.ratio(total, own_size)
+            size = mask.sum() if self.args.aggregation == "token_mean" else torch.ones_like(mask[:, 0]).sum()
+            total = reduce_loss(per_token_loss, mask, self.args.aggregation, denominator=1)
+            collected["policy_loss"] = statistics.ratio(total, size)
             loss = loss - self._entropy_bonus(entropies, mask, entropy_mask, step_tokens, micro_batches, mode)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss / micro_batches
@@ -412,7 +408,7 @@ class BasePolicyTrainer(GRPOTrainer):
     ) -> torch.Tensor:
         """coef * mean entropy, with TRL's adaptive control of the coefficient (arXiv 2505.22312)."""
         if entropy_mask is None:
-            bonus = entropies.sum() / step_tokens.clamp(min=1)
+            bonus = entropies.sum() / step_tokens.clamp(min=1) * self.accelerator.num_processes
             effective = mask
         else:
             # which tokens count is only known after the forward, so the mean is over the micro-batch, as in TRL
@@ -484,6 +480,11 @@ class BasePolicyTrainer(GRPOTrainer):
 
     # State
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        # an earlier call may have failed between reading a checkpoint and using it
+        self._restored = None
+        return super().train(*args, **kwargs)
+
     def _geometry(self) -> dict[str, Any]:
         """What must not change over a resume, by the name of its option."""
         return {
@@ -518,16 +519,15 @@ class BasePolicyTrainer(GRPOTrainer):
         inside_window = self._step % self.args._window != 0
         progress: dict[str, Any] = {
             "method": self._progress(),
-            "metrics": {name: list(values) for name, values in self._metrics["train"].items()},
+            "metrics": {name: [float(v) for v in values] for name, values in self._metrics["train"].items()},
             "last_logged_step": self._globalstep_last_logged,
         }
-        if self.log_completions:
+        if self.log_completions and self.accelerator.is_main_process:
             progress["logs"] = {
                 name: {key: list(rows) for key, rows in value.items()} if isinstance(value, dict) else list(value)
                 for name, value in self._logs.items()
                 if name != "images"
             }
-            progress = json.loads(json.dumps(progress, default=str))
         save_state(
             state_path(
                 os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"),
@@ -550,15 +550,18 @@ class BasePolicyTrainer(GRPOTrainer):
     def _load_training_state(self, checkpoint: str) -> TrainingState | None:
         path = state_path(checkpoint, self.accelerator.process_index)
         hint = "Set `resume_inexact=True` to go on all the same; the run then differs from one that never stopped."
+        inexact = "The resumed run differs from one that never stopped:"
         try:
             state = load_state(path, self.accelerator.device)
         except FileNotFoundError:
+            missing = (
+                f"{checkpoint} has no {path.name}: it was not written by {type(self).__name__}, was saved with "
+                "`save_only_model=True`, or its writing was cut off."
+            )
             if self.args.resume_inexact:
+                warnings.warn(f"{inexact} {missing}", UserWarning, stacklevel=2)
                 return None
-            raise ValueError(
-                f"{checkpoint} has no {path.name}: it was not written by {type(self).__name__}, or its writing was "
-                f"cut off. {hint}"
-            ) from None
+            raise ValueError(f"{missing} {hint}") from None
         geometry = self._geometry()
         changed = [
             f"`{name}` {state.geometry.get(name)!r} -> {value!r}"
@@ -567,9 +570,14 @@ class BasePolicyTrainer(GRPOTrainer):
         ]
         if not changed:
             return state
-        if self.args.resume_inexact:
-            return None
-        raise ValueError(f"{checkpoint} was written with other settings: {', '.join(changed)}. {hint}")
+        other = f"{checkpoint} was written with other settings: {', '.join(changed)}."
+        if not self.args.resume_inexact:
+            raise ValueError(f"{other} {hint}")
+        # The rollouts do not fit the new geometry; what was observed and measured so far does
+        warnings.warn(f"{inexact} {other} Its rollouts are generated again.", UserWarning, stacklevel=2)
+        state.buffer = None
+        state.micro_step = self.state.global_step * self.args.gradient_accumulation_steps
+        return state
 
     def _begin_epoch(self) -> None:
         self._epoch += 1

@@ -1,5 +1,6 @@
 """SAF distillation: the GRPO advantage fused with the teacher's, kept in bounds (arXiv 2607.29209)."""
 
+import math
 import warnings
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -133,6 +134,11 @@ class SAFDistillConfig(BasePolicyConfig):
             self._check_warmup(self.max_steps)
         # its constructor checks the remaining options
         self._schedule(max(self.max_steps, self.opd_warmup_steps, 1))
+        if self.grpo_coef == 0 and self.off_policy_mask_threshold is not None:
+            raise ValueError(
+                "`off_policy_mask_threshold` drops sequences by the sign of the group advantage, which distillation "
+                "alone (`grpo_coef=0`) has not: leave it out."
+            )
         self._resolve_objective()
         one_completion = self.num_generations == 1
         if one_completion:
@@ -172,8 +178,6 @@ class SAFDistillConfig(BasePolicyConfig):
                     raise ValueError(f"`{name}` has no effect with `policy_objective='sapo'`: leave it out.")
             require_number("sapo_temperature_pos", self.sapo_temperature_pos, above=0)
             require_number("sapo_temperature_neg", self.sapo_temperature_neg, above=0)
-            # GRPOTrainer reads a number; the gate does not
-            self.epsilon = 0.2
         else:
             unused = (*unused, *SAPO_OPTIONS)
             low, high = _CLIP_DEFAULTS[self.policy_objective]
@@ -217,7 +221,8 @@ class SAFDistillTrainer(BasePolicyTrainer):
 
     Args:
         teacher_model: path or hub name of a model, path of an adapter, or a model object (taken over: eval mode,
-            frozen). Default: `args.teacher_model_name_or_path`. The teacher must share the student's vocabulary.
+            frozen; do not use it elsewhere afterwards). Default: `args.teacher_model_name_or_path`. The teacher must
+            share the student's vocabulary.
         teacher_processing_class: the teacher's tokenizer, to compare vocabularies; default: loaded from the path.
 
     Instead of a teacher, `callbacks` may hold one whose `on_rollout` fills `rollout["teacher_per_token_logps"]`, e.g.
@@ -268,6 +273,8 @@ class SAFDistillTrainer(BasePolicyTrainer):
             # GRPOTrainer asks for a source of rewards, distillation alone has no use for one
             reward_funcs = no_reward
         source = named if teacher_model is None else teacher_model
+        if source is not None and any(isinstance(callback, TeacherLogprobsCallback) for callback in callbacks or []):
+            raise ValueError("There are two teachers, a model and a TeacherLogprobsCallback: keep one.")
         needed = getattr(args, "opd_coef", 1.0) != 0
         if needed and source is None and not any(hasattr(callback, "on_rollout") for callback in callbacks or []):
             raise ValueError(
@@ -290,6 +297,11 @@ class SAFDistillTrainer(BasePolicyTrainer):
         # Until training starts, only step 1 is asked for, which does not depend on the run's length
         self.fusion_schedule = self.args._schedule(max(self.args.max_steps, self.args.opd_warmup_steps, 1))
         if needed and source is not None:
+            own = {id(parameter) for parameter in self.model.parameters()}
+            if not isinstance(source, str) and any(id(parameter) in own for parameter in source.parameters()):
+                raise ValueError(
+                    "`teacher_model` shares weights with the student, which training changes: pass a copy or a path."
+                )
             self.add_callback(TeacherLogprobsCallback(self._local_teacher(source, teacher_processing_class)))
 
     def _local_teacher(self, source: Any, processing_class: Any) -> LocalTeacher:
@@ -403,6 +415,8 @@ class SAFDistillTrainer(BasePolicyTrainer):
     # Schedule
 
     def _on_step_statistics(self, merged: dict[str, Statistic]) -> None:
+        if self.args.opd_coef == 0:
+            return
         step, schedule = self._running_step, self.fusion_schedule
         metrics = self._metrics["train"]
         metrics["distill/scale"].append(schedule.scale(step))
@@ -410,7 +424,10 @@ class SAFDistillTrainer(BasePolicyTrainer):
         metrics["distill/multiplier"].append(schedule.multiplier(step))
         if "distill/kl" in merged:
             # every process has the same reduced number, so every process takes the same decision
-            kl = merged["distill/kl"].result().item()
+            statistic = merged["distill/kl"]
+            kl, tokens = torch.stack([statistic.result(), statistic.count]).tolist()
+            if tokens == 0:
+                kl = math.nan  # a step without valid tokens says nothing, and 0 would look like a KL that fell
             schedule.observe(step, kl)
             drop = schedule.kl_relative_drop(kl)
             if drop is not None:

@@ -1,7 +1,8 @@
 """What a checkpoint must hold beyond TRL's, so that a resumed run equals one that never stopped.
 
-One safetensors file per process: the rollout buffer as tensors, everything else as JSON in the file's metadata, so
-that both are written by one atomic rename.
+One safetensors file per process: the rollout buffer as tensors, everything else as JSON, so that both are written by
+one atomic rename. The JSON is a tensor of bytes: the header of a safetensors file is limited to 100 MB, and logged
+completions of a large batch exceed that.
 """
 
 import json
@@ -15,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 _FORMAT = 1
-_KEY = "trl_softgate"
+_JSON = "json"
 
 
 @dataclass
@@ -46,7 +47,7 @@ def save_state(path: Path, state: TrainingState) -> None:
     """Write `state` to `path`: complete, or not at all.
 
     Raises:
-        TypeError: the rollout buffer holds something that is neither a tensor nor JSON.
+        OSError: the file cannot be written.
     """
     tensors = {f"tensors/{name}": tensor for name, tensor in state.tensors.items()}
     plain: list[dict[str, Any]] = []
@@ -64,17 +65,20 @@ def save_state(path: Path, state: TrainingState) -> None:
         "progress": state.progress,
         "buffer": None if state.buffer is None else plain,
     }
+    text = json.dumps(header, ensure_ascii=False, default=_plain).encode("utf-8", "surrogatepass")
+    tensors[_JSON] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     # clone: the slices of a batch are views of one storage, which safetensors refuses
-    save_file(
-        {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()},
-        temporary,
-        metadata={_KEY: json.dumps(header)},
-    )
+    save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}, temporary)
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def _plain(value: Any) -> Any:
+    """numpy and torch numbers as Python's; anything else that JSON does not know as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def load_state(path: Path, device: torch.device) -> TrainingState:
@@ -87,9 +91,10 @@ def load_state(path: Path, device: torch.device) -> TrainingState:
     if not path.is_file():
         raise FileNotFoundError(path)
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            header = json.loads((file.metadata() or {})[_KEY])
+        # by way of the CPU: safetensors does not know every name that torch has for a device
+        with safe_open(path, framework="pt", device="cpu") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
+        header = json.loads(tensors.pop(_JSON).numpy().tobytes().decode("utf-8", "surrogatepass"))
         if header["format"] != _FORMAT:
             raise ValueError(f"its format is {header['format']}, this version reads {_FORMAT}")
         buffer: list[dict[str, Any]] | None = header["buffer"]
@@ -99,7 +104,7 @@ def load_state(path: Path, device: torch.device) -> TrainingState:
     for name, tensor in tensors.items():
         kind, *rest = name.split("/", 2)
         if kind == "buffer" and buffer is not None:
-            buffer[int(rest[0])][rest[1]] = tensor
+            buffer[int(rest[0])][rest[1]] = tensor.to(device)
         else:
-            state.tensors[rest[0]] = tensor
+            state.tensors[rest[0]] = tensor.to(device)
     return state
