@@ -142,12 +142,13 @@ def _mark_accuracy(axis: Axes, accuracy: Mapping[str, float], last_step: int) ->
         axis.annotate(
             f"{value:.0%}",
             (step, value),
-            xytext=(8, -4) if step == 0 else (-7, 7),
+            xytext=(8, -12) if step == 0 else (-7, -13),
             textcoords="offset points",
             ha="left" if step == 0 else "right",
             fontsize=9,
             fontweight="bold",
             color=_INK,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
         )
 
 

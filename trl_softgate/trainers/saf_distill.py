@@ -130,10 +130,12 @@ class SAFDistillConfig(BasePolicyConfig):
             self.opd_tanh_coef = self.opd_tanh_coef or None
         if self.teacher_batch_size is not None:
             require_number("teacher_batch_size", self.teacher_batch_size, minimum=1)
+        require_number("opd_warmup_steps", self.opd_warmup_steps, minimum=0)
+        if self.opd_kl_drop_threshold is not None:
+            require_number("opd_kl_drop_threshold", self.opd_kl_drop_threshold, minimum=0, maximum=1)
+        require_number("opd_anneal_min", self.opd_anneal_min, minimum=0, maximum=1)
         if self.max_steps > 0 and self.opd_coef != 0:
             self._check_warmup(self.max_steps)
-        # its constructor checks the remaining options
-        self._schedule(max(self.max_steps, self.opd_warmup_steps, 1))
         if self.grpo_coef == 0 and self.off_policy_mask_threshold is not None:
             raise ValueError(
                 "`off_policy_mask_threshold` drops sequences by the sign of the group advantage, which distillation "
