@@ -62,5 +62,5 @@ def test_errors_say_what_to_write(kwargs, message):
 def test_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-    with pytest.raises(ImportError, match=r'pip install "trl-softgate\[tasks\]"'):
+    with pytest.raises(ImportError, match=r"pip install -c constraints.txt -e '\.\[tasks\]'"):
         load_task(ReasoningGymArguments("chain_sum"))

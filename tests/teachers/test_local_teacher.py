@@ -135,6 +135,12 @@ def test_an_adapter_without_tokenizer_is_compared_by_its_base(tmp_path: Path) ->
         teacher(str(tmp_path / "adapter"), tokenizer=None)
 
 
+@pytest.mark.parametrize("path", ["nowhere", "runs/nowhere", "runs/deep/nowhere"])
+def test_missing_folder_is_said(path: str) -> None:
+    with pytest.raises(ValueError, match=f"The teacher '{path}' is neither a folder"):
+        teacher(path)
+
+
 def test_missing_tokenizer_is_said() -> None:
     with pytest.warns(UserWarning, match="teacher_processing_class"):
         teacher(tiny.model(3), tokenizer=None)

@@ -125,7 +125,11 @@ def _mark_accuracy(axis: Axes, accuracy: Mapping[str, float], last_step: int) ->
     axis.set_ylim(0, 1)
     if "teacher" in accuracy:
         axis.axhline(
-            accuracy["teacher"], color=_MUTED, linestyle=(0, (4, 3)), linewidth=1.2, label="teacher, held-out"
+            accuracy["teacher"],
+            color=_MUTED,
+            linestyle=(0, (4, 3)),
+            linewidth=1.2,
+            label=f"teacher, held-out: {accuracy['teacher']:.0%}",
         )
     ends = [(step, accuracy[name]) for name, step in (("before", 0), ("after", last_step)) if name in accuracy]
     if ends:

@@ -109,7 +109,8 @@ def _create(name: str, config: dict[str, Any], size: int, seed: int) -> Any:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
         raise ImportError(
-            'This task comes with reasoning-gym, which is not installed. Run: pip install "trl-softgate[tasks]"'
+            "This task comes with reasoning-gym, which is not installed. Run, in the clone: "
+            "pip install -c constraints.txt -e '.[tasks]'"
         ) from error
     if name not in DATASETS:
         close = difflib.get_close_matches(name, DATASETS, n=5, cutoff=0.5)

@@ -113,6 +113,18 @@ def _load(path: str, init_kwargs: dict[str, Any], trust_remote_code: bool) -> Pr
     init_kwargs.setdefault("dtype", "auto")
     # each process holds its own teacher; "auto" would spread every process' copy over all devices
     init_kwargs.setdefault("device_map", None)
+    try:
+        return _from_pretrained(path, init_kwargs, trust_remote_code)
+    except OSError as error:
+        if os.path.isdir(path):
+            raise
+        raise ValueError(
+            f"The teacher {path!r} is neither a folder (seen from {os.getcwd()}) nor a model that could be loaded "
+            "from the hub. Give the folder of a model or of an adapter."
+        ) from error
+
+
+def _from_pretrained(path: str, init_kwargs: dict[str, Any], trust_remote_code: bool) -> PreTrainedModel:
     if _is_adapter(path):
         adapted = AutoPeftModelForCausalLM.from_pretrained(path, trust_remote_code=trust_remote_code, **init_kwargs)
         return adapted.merge_and_unload()

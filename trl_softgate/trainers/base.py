@@ -131,6 +131,7 @@ class BasePolicyConfig(GRPOConfig):
         return self.aggregation == "token_mean" or self.entropy_coef != 0 or self.use_adaptive_entropy
 
 
+AGGREGATION_HINT = "Leave it out, and choose the averaging with `aggregation`: 'seq_mean_token_mean' or 'token_mean'."
 VESPO_OPTIONS = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
 SAPO_OPTIONS = ("sapo_temperature_pos", "sapo_temperature_neg")
 CLIP_OPTIONS = ("epsilon", "epsilon_high", "delta")

@@ -7,7 +7,7 @@ import torch
 
 from ..objectives import ObjectiveOutput, gspo_loss
 from ..validation import require_number
-from .base import SAPO_OPTIONS, VESPO_OPTIONS, BasePolicyConfig, BasePolicyTrainer
+from .base import AGGREGATION_HINT, SAPO_OPTIONS, VESPO_OPTIONS, BasePolicyConfig, BasePolicyTrainer
 
 
 @dataclass
@@ -41,7 +41,7 @@ class GSPOConfig(BasePolicyConfig):
         require_number("epsilon", self.epsilon, minimum=0, below=1)
         if self.epsilon_high is not None:
             require_number("epsilon_high", self.epsilon_high, minimum=0)
-        self._fix("loss_type", "grpo", "Choose the averaging with `aggregation`.")
+        self._fix("loss_type", "grpo", AGGREGATION_HINT)
         self._fix("importance_sampling_level", "sequence", "Use SAPOTrainer or trl.GRPOTrainer for token ratios.")
         self._check_gspo()
         super().__post_init__()

@@ -7,7 +7,7 @@ import torch
 
 from ..objectives import ObjectiveOutput, sapo_loss
 from ..validation import require_number
-from .base import CLIP_OPTIONS, VESPO_OPTIONS, BasePolicyConfig, BasePolicyTrainer
+from .base import AGGREGATION_HINT, CLIP_OPTIONS, VESPO_OPTIONS, BasePolicyConfig, BasePolicyTrainer
 
 
 @dataclass
@@ -33,7 +33,7 @@ class SAPOConfig(BasePolicyConfig):
     def __post_init__(self) -> None:
         require_number("sapo_temperature_pos", self.sapo_temperature_pos, above=0)
         require_number("sapo_temperature_neg", self.sapo_temperature_neg, above=0)
-        self._fix("loss_type", "sapo", "Choose the averaging with `aggregation`.")
+        self._fix("loss_type", "sapo", AGGREGATION_HINT)
         self._fix("importance_sampling_level", "token", "Use GSPOTrainer for sequence ratios.")
         super().__post_init__()
 
