@@ -32,7 +32,7 @@ clean: ## remove the environment made here, and caches; runs/ stays
 	rm -rf .venv dist build .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
-# torch goes in first, pinned: a range such as torch>=2.6 would fetch the newest CUDA build.
+# torch goes in first, pinned: a range would fetch the newest CUDA build.
 $(VENV)/.stamp-torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + ": pass PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)

@@ -1,5 +1,6 @@
 """Tiny models and tokenizers, built offline in about a second, and trainers around them."""
 
+import dataclasses
 import random
 from typing import Any
 
@@ -103,10 +104,12 @@ def config(cls: type, output_dir: Any, **kwargs: Any) -> Any:
         learning_rate=1e-3,
         bf16=False,
         use_cpu=True,
-        activation_checkpointing=False,
         report_to="none",
         logging_steps=1,
         save_strategy="no",
         disable_tqdm=True,
     )
+    # renamed in the course of the transformers versions that the package admits
+    names = {f.name for f in dataclasses.fields(cls)}
+    defaults["activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"] = False
     return cls(**{**defaults, **kwargs})
