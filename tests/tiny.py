@@ -93,6 +93,16 @@ def reward(completions: list[str], **kwargs: Any) -> list[float]:
     return [float(sum(map(ord, completion)) % 7) for completion in completions]
 
 
+def fixed_rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Completions of 1 to 9 tokens that depend on the prompt and on the row's place among its completions."""
+    completions = []
+    for i, prompt in enumerate(prompts):
+        seed = 31 * sum(map(ord, prompt)) + 17 * (i % trainer.num_generations)
+        completions.append([4 + (seed * (t + 1) + t * t) % 250 for t in range(1 + seed % 9)])
+    prompt_ids = trainer.processing_class(prompts)["input_ids"]
+    return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None}
+
+
 def config(cls: type, output_dir: Any, **kwargs: Any) -> Any:
     """A config for the tiny models: float32, CPU, deterministic, quiet."""
     defaults: dict[str, Any] = dict(

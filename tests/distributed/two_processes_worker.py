@@ -25,19 +25,6 @@ METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """Completions of 1 to 9 tokens that depend on the prompt and on the row's place among its completions."""
-    completions = []
-    for i, prompt in enumerate(prompts):
-        seed = 31 * sum(map(ord, prompt)) + 17 * (i % trainer.num_generations)
-        completions.append([4 + (seed * (t + 1) + t * t) % 250 for t in range(1 + seed % 9)])
-    return {
-        "prompt_ids": trainer.processing_class(prompts)["input_ids"],
-        "completion_ids": completions,
-        "logprobs": None,
-    }
-
-
 def train(method: str, world_size: int, folder: Path, resume_from: str | None = None) -> Any:
     trainer_class, config_class, options = METHODS[method]
     teacher = dict(teacher_model=tiny.model(7), teacher_processing_class=tiny.tokenizer()) if method == "saf" else {}
@@ -60,7 +47,7 @@ def train(method: str, world_size: int, folder: Path, resume_from: str | None = 
         ),
         tiny.dataset(),
         processing_class=tiny.tokenizer(),
-        rollout_func=rollout,
+        rollout_func=tiny.fixed_rollout,
         **teacher,
     )
     assert trainer.accelerator.num_processes == world_size, "the launcher started another number of processes"

@@ -47,16 +47,6 @@ CASES += [(method, "token_mean", "window") for method in ("sapo", "saf-grpo")]
 NOT_COMPARED = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second")
 
 
-def _rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """Completions of 1 to 9 tokens that depend on the prompt and on the row's place among its completions."""
-    completions = []
-    for i, prompt in enumerate(prompts):
-        seed = 31 * sum(map(ord, prompt)) + 17 * (i % trainer.num_generations)
-        completions.append([4 + (seed * (t + 1) + t * t) % 250 for t in range(1 + seed % 9)])
-    prompt_ids = trainer.processing_class(prompts)["input_ids"]
-    return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None}
-
-
 class _Schedule(TrainerCallback):
     """The state of the fusion schedule after each optimizer step."""
 
@@ -94,7 +84,7 @@ def _train(method: str, aggregation: str, accumulation: int, folder: Path, windo
         ),
         train_dataset=tiny.dataset(16),
         processing_class=tiny.tokenizer(),
-        rollout_func=_rollout,
+        rollout_func=tiny.fixed_rollout,
         callbacks=[record],
         **(dict(teacher_model=tiny.model(7), teacher_processing_class=tiny.tokenizer()) if saf else {}),
     )

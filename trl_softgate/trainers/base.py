@@ -100,6 +100,15 @@ class BasePolicyConfig(GRPOConfig):
                 f"`{name}={getattr(self, name)!r}` does not fit: {self._METHOD} sets it to {value!r}. {instead}"
             )
 
+    def _check_clip_range(self) -> None:
+        require_number("epsilon", self.epsilon, minimum=0, below=1)
+        if self.epsilon_high is not None:
+            require_number("epsilon_high", self.epsilon_high, minimum=0)
+
+    def _check_temperatures(self) -> None:
+        for name in SAPO_OPTIONS:
+            require_number(name, getattr(self, name), above=0)
+
     def _check_gspo(self, stacklevel: int = 4) -> None:
         """Warn of a clip range that is meant for token ratios, and of an averaging that is not GSPO's."""
         for name in ("epsilon", "epsilon_high"):

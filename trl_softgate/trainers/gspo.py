@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 import torch
 
 from ..objectives import ObjectiveOutput, gspo_loss
-from ..validation import require_number
 from .base import AGGREGATION_HINT, SAPO_OPTIONS, VESPO_OPTIONS, BasePolicyConfig, BasePolicyTrainer
 
 
@@ -38,9 +37,7 @@ class GSPOConfig(BasePolicyConfig):
     importance_sampling_level: str = field(default="sequence", metadata={"help": "Fixed by GSPO."})
 
     def __post_init__(self) -> None:
-        require_number("epsilon", self.epsilon, minimum=0, below=1)
-        if self.epsilon_high is not None:
-            require_number("epsilon_high", self.epsilon_high, minimum=0)
+        self._check_clip_range()
         self._fix("loss_type", "grpo", AGGREGATION_HINT)
         self._fix("importance_sampling_level", "sequence", "Use SAPOTrainer or trl.GRPOTrainer for token ratios.")
         self._check_gspo()

@@ -15,7 +15,7 @@ from ..fusion import FusionSchedule, fuse_advantages, has_teacher_value, opd_adv
 from ..objectives import ObjectiveOutput, grpo_loss, gspo_loss, k3_divergence, sapo_loss
 from ..teachers import LocalTeacher
 from ..validation import require_choice, require_number
-from .base import SAPO_OPTIONS, VESPO_OPTIONS, BasePolicyConfig, BasePolicyTrainer, _loss_mask
+from .base import CLIP_OPTIONS, SAPO_OPTIONS, VESPO_OPTIONS, BasePolicyConfig, BasePolicyTrainer, _loss_mask
 
 _CLIP_DEFAULTS = {"grpo": (0.2, 0.27), "gspo": (3e-4, 4e-4)}
 _MISSING_LIMIT = 0.01
@@ -175,20 +175,17 @@ class SAFDistillConfig(BasePolicyConfig):
         self._fix("importance_sampling_level", level, hint)
         unused: tuple[str, ...] = VESPO_OPTIONS
         if self.policy_objective == "sapo":
-            for name in ("epsilon", "epsilon_high", "delta"):
+            for name in CLIP_OPTIONS:
                 if getattr(self, name) is not None:
                     raise ValueError(f"`{name}` has no effect with `policy_objective='sapo'`: leave it out.")
-            require_number("sapo_temperature_pos", self.sapo_temperature_pos, above=0)
-            require_number("sapo_temperature_neg", self.sapo_temperature_neg, above=0)
+            self._check_temperatures()
         else:
             unused = (*unused, *SAPO_OPTIONS)
             low, high = _CLIP_DEFAULTS[self.policy_objective]
             if self.epsilon is None:
                 self.epsilon = low
                 self.epsilon_high = high if self.epsilon_high is None else self.epsilon_high
-            require_number("epsilon", self.epsilon, minimum=0, below=1)
-            if self.epsilon_high is not None:
-                require_number("epsilon_high", self.epsilon_high, minimum=0)
+            self._check_clip_range()
         self._UNUSED = unused  # type: ignore[misc]
         if self.policy_objective == "gspo":
             self._check_gspo(stacklevel=5)
@@ -379,8 +376,7 @@ class SAFDistillTrainer(BasePolicyTrainer):
         collected: dict[str, Statistic],
     ) -> torch.Tensor:
         scores = inputs.get("teacher_per_token_logps")
-        multiplier = self._multiplier()
-        if scores is None or multiplier == 0:
+        if scores is None or self._multiplier() == 0:
             return self.args.grpo_coef * inputs["advantages"]
         known = has_teacher_value(scores, mask)
         student = per_token_logps.detach() if self.args.opd_student_logps == "current" else old_per_token_logps
@@ -391,8 +387,8 @@ class SAFDistillTrainer(BasePolicyTrainer):
             mask,
             available=known,
             grpo_coef=self.args.grpo_coef,
-            opd_coef=1.0,
-            multiplier=multiplier,
+            opd_coef=self.args.opd_coef,
+            multiplier=self.fusion_schedule.multiplier(self._running_step),
             top_k_percent=self.args.opd_top_k_percent,
             tanh_coef=self.args.opd_tanh_coef,
         )

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 import torch
 
 from ..objectives import ObjectiveOutput, sapo_loss
-from ..validation import require_number
 from .base import AGGREGATION_HINT, CLIP_OPTIONS, VESPO_OPTIONS, BasePolicyConfig, BasePolicyTrainer
 
 
@@ -31,8 +30,7 @@ class SAPOConfig(BasePolicyConfig):
     loss_type: str = field(default="sapo", metadata={"help": "Fixed by SAPO; use `aggregation`."})
 
     def __post_init__(self) -> None:
-        require_number("sapo_temperature_pos", self.sapo_temperature_pos, above=0)
-        require_number("sapo_temperature_neg", self.sapo_temperature_neg, above=0)
+        self._check_temperatures()
         self._fix("loss_type", "sapo", AGGREGATION_HINT)
         self._fix("importance_sampling_level", "token", "Use GSPOTrainer for sequence ratios.")
         super().__post_init__()
