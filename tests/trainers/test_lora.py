@@ -137,11 +137,9 @@ def _local_teacher(trainer: Any) -> Any:
     return teacher
 
 
-@pytest.mark.parametrize("teacher_batch_size", [1, 3, None])
+@pytest.mark.parametrize("max_tokens", [1, 90, 16384])
 @pytest.mark.parametrize("student", ["full", "lora-new", "lora-trained"])
-def test_a_teacher_that_is_the_student_has_nothing_to_say(
-    student: str, teacher_batch_size: int | None, tmp_path: Path
-) -> None:
+def test_a_teacher_that_is_the_student_has_nothing_to_say(student: str, max_tokens: int, tmp_path: Path) -> None:
     """A_opd is 0 at every valid token, at another temperature than 1 and with prompts of very different lengths."""
     model: Any = tiny.model()
     teacher: Any = copy.deepcopy(model)
@@ -158,7 +156,7 @@ def test_a_teacher_that_is_the_student_has_nothing_to_say(
         peft_config=peft_config,
         learning_rate=0.0,
         temperature=0.6,
-        teacher_batch_size=teacher_batch_size,
+        teacher_max_tokens_per_batch=max_tokens,
         max_completion_length=16,
         dataset=Dataset.from_dict({"prompt": ["a", "b" * 60, "c d", "e" * 25]}),
         keywords=dict(teacher_model=teacher),

@@ -240,7 +240,11 @@ def test_the_ratio_level_is_fixed(method: str, level: str, tmp_path: Path) -> No
         (SAF_GRPO, dict(grpo_coef=-1.0), "`grpo_coef` must be a finite number at least 0"),
         (SAF_GRPO, dict(opd_coef=float("nan")), "`opd_coef` must be a finite number at least 0"),
         (SAF_GRPO, dict(grpo_coef=0.0, opd_coef=0.0), "both 0: there is nothing to learn from"),
-        (SAF_GRPO, dict(teacher_batch_size=0), "`teacher_batch_size` must be a finite number at least 1"),
+        (
+            SAF_GRPO,
+            dict(teacher_max_tokens_per_batch=0),
+            "`teacher_max_tokens_per_batch` must be a finite number at least 1",
+        ),
         (SAF_GRPO, dict(opd_kl_drop_threshold=1.5), "kl_drop_threshold` must be a finite number"),
         (SAF_GRPO, dict(opd_anneal_min=-0.1), "anneal_min` must be a finite number"),
         (SAF_GRPO, dict(opd_warmup_steps=-1), "warmup_steps` must be"),

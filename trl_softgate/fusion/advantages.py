@@ -120,6 +120,7 @@ def fuse_advantages(
     mask: torch.Tensor,
     *,
     available: torch.Tensor | None = None,
+    expected: torch.Tensor | None = None,
     grpo_coef: float = 1.0,
     opd_coef: float = 1.0,
     multiplier: float = 1.0,
@@ -134,6 +135,7 @@ def fuse_advantages(
         mask: (B, T), 0/1.
         available: (B, T), 0/1: tokens with a teacher value, from `has_teacher_value`; the others get A_grpo alone
             and take no part in the quantile. Default: all valid tokens.
+        expected: (B, T), 0/1: tokens that should have a teacher value. Default: all valid tokens.
         grpo_coef, opd_coef: weights of the two terms.
         multiplier: scale * coefficient of the running step, from `FusionSchedule`.
         top_k_percent, tanh_coef: stages 1 and 2; None: off.
@@ -142,7 +144,7 @@ def fuse_advantages(
         `FusionOutput`; its metrics are `distill/opd_abs_mean|max` (|A_opd| before the stages),
         `distill/opd_abs_mean_final|max_final` (the term as it enters the sum), `distill/kept_share` (of the tokens
         with a teacher value), `distill/opd_to_grpo` (mean |term| over mean |grpo_coef * A_grpo|) and
-        `distill/missing_share` (valid tokens without teacher value).
+        `distill/missing_share` (expected tokens without teacher value).
 
     Raises:
         ValueError: a shape or an option is out of range.
@@ -152,6 +154,10 @@ def fuse_advantages(
     if available is not None:
         require_shape("available", available, opd_advantages)
         known = mask & as_mask(available)
+    wanted = mask
+    if expected is not None:
+        require_shape("expected", expected, opd_advantages)
+        wanted = mask & as_mask(expected)
     opd = masked(opd_advantages, known)
     kept = _keep_set(opd.abs(), known, top_k_percent)
     term = opd_coef * multiplier * tanh_compress(torch.where(kept, opd, 0.0), tanh_coef)
@@ -165,6 +171,6 @@ def fuse_advantages(
             "distill/opd_abs_max_final": statistics.maximum(term.abs(), known),
             "distill/kept_share": statistics.mean(kept, known),
             "distill/opd_to_grpo": statistics.ratio(term.abs(), grpo.abs()),
-            "distill/missing_share": statistics.mean(~known, mask),
+            "distill/missing_share": statistics.mean(~known, wanted),
         },
     )

@@ -2,35 +2,45 @@
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path, get_config_model_id
 
 from .base import TeacherRequest
-from .vocabulary import check_vocabulary
+from .packing import score_packed
+from .vocabulary import check_end_of_sequence, check_vocabulary
 
 _TEMPERATURE = "_softgate_teacher_temperature"
 
 
 class LocalTeacher:
-    """A frozen model in this process, scored in chunks of rows through TRL's fused LM head (no (B, T, V) logits).
+    """A frozen model in this process, scored in batches of a token budget through TRL's fused LM head, so that there
+    are no (B, T, V) logits.
 
     Args:
-        model: path or hub name of a model, path of a PEFT adapter (it is merged into its base), or a model object.
-            A model object is taken over: put in eval mode, frozen, and given a fused LM head.
+        model: path or hub name of a model, path of a PEFT adapter (it is merged into its base, unless that is
+            quantized), or a model object, which is taken over: put in eval mode, frozen, and given a fused LM head.
         temperature: of the rollout, > 0.
         student_vocabulary: token -> id of the student's tokenizer.
         student_vocab_size: rows of the student's LM head; the teacher's probabilities are over these alone.
+        student_eos: id of the student tokenizer's eos token.
         tokenizer: the teacher's; default: loaded from where the model came from.
-        batch_size: rows per forward, >= 1.
-        device: where the teacher runs.
-        model_init_kwargs: for loading from a path, e.g. `{"dtype": "bfloat16"}`; default dtype: as stored.
+        max_tokens_per_batch: padded tokens per forward, >= 1; a longer row has a forward of its own.
+        device: where the teacher runs; it may be another than the student's.
+        model_init_kwargs: for loading from a path, e.g. `{"dtype": "bfloat16", "attn_implementation": "sdpa"}` or
+            `{"quantization_config": {"load_in_4bit": True}}`; default dtype: as stored.
         trust_remote_code: for loading from a path.
+        shard: spreads the model over the processes, and gives what to call in its place; default: each process holds
+            the whole model. A quantized model is not spread.
+        most: see `score_packed`; for a model that is spread.
 
     Raises:
         ValueError: the vocabularies do not fit, see `check_vocabulary`, or the model object is a teacher at another
@@ -44,17 +54,24 @@ class LocalTeacher:
         temperature: float,
         student_vocabulary: Mapping[str, int],
         student_vocab_size: int,
+        student_eos: int,
         tokenizer: Any = None,
-        batch_size: int,
+        max_tokens_per_batch: int,
         device: torch.device,
         model_init_kwargs: dict[str, Any] | None = None,
         trust_remote_code: bool = False,
+        shard: Callable[[nn.Module], nn.Module] | None = None,
+        most: Callable[[int], int] | None = None,
     ) -> None:
+        if model_init_kwargs and not isinstance(model, str):
+            raise ValueError(
+                "`teacher_model_init_kwargs` has no effect on a model object, which is loaded already: leave it out."
+            )
         source = model if isinstance(model, str) else get_config_model_id(model.config)
         if isinstance(model, str):
             # loading must not move the random numbers of the sampling
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                model = _load(model, dict(model_init_kwargs or {}), trust_remote_code)
+                model = _load(model, dict(model_init_kwargs or {}), device, trust_remote_code)
         base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         if tokenizer is None:
             tokenizer = _load_tokenizer(source, trust_remote_code)
@@ -64,7 +81,12 @@ class LocalTeacher:
             student_vocab_size,
             base.config.get_text_config().vocab_size,
         )
-        if not getattr(base, "is_quantized", False) and getattr(base, "hf_device_map", None) is None:
+        if tokenizer is not None:
+            names = {i: token for token, i in student_vocabulary.items()}
+            check_end_of_sequence(student_eos, _eos_ids(tokenizer, base), names)
+        placed = getattr(base, "is_quantized", False) or getattr(base, "hf_device_map", None) is not None
+        spread = shard is not None and not placed
+        if not placed and not spread:
             model = model.to(device)  # type: ignore[assignment]
         _cut_lm_head(base, student_vocab_size)
         # The patched head belongs to one temperature; patched again, an earlier teacher would answer at the new one
@@ -75,9 +97,14 @@ class LocalTeacher:
             )
         setattr(base, _TEMPERATURE, temperature)
         add_fused_lm_head(base, temperature=temperature)
-        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        model.eval().requires_grad_(False)
+        self.model: Any = shard(model) if spread else model  # type: ignore[misc]
+        self._most = most if spread else None
+        self.collective = spread
         self.temperature = temperature
-        self.batch_size = batch_size
+        self.max_tokens_per_batch = max_tokens_per_batch
+        self._device = device if spread else base.device
 
     @torch.no_grad()
     def __call__(self, request: TeacherRequest) -> torch.Tensor:
@@ -92,27 +119,32 @@ class LocalTeacher:
                 f"{request.temperature}."
             )
         self.model.eval()
-        rows, length = request.completion_ids.shape
-        scores = torch.zeros(rows, length, dtype=torch.float32, device=request.completion_ids.device)
-        for start in range(0, rows, self.batch_size):
-            chunk = slice(start, start + self.batch_size)
-            mask = torch.cat([request.prompt_mask[chunk], request.completion_mask[chunk]], dim=1)
-            ids = torch.cat([request.prompt_ids[chunk], request.completion_ids[chunk]], dim=1)
-            labels = ids.masked_fill(mask == 0, -100)
-            labels[:, :-length] = -100
-            output = self.model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
-            scores[chunk] = output.log_probs[:, -length:].float()
-        return scores
+        return score_packed(self._score, request, self.max_tokens_per_batch, self._device, self._most)
+
+    def _score(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.model(
+            input_ids=input_ids, attention_mask=attention_mask, labels=labels, fused_lm_head=True
+        ).log_probs
 
 
 def _is_adapter(path: str) -> bool:
     return os.path.isfile(os.path.join(path, "adapter_config.json"))
 
 
-def _load(path: str, init_kwargs: dict[str, Any], trust_remote_code: bool) -> PreTrainedModel:
+def _eos_ids(tokenizer: Any, model: Any) -> set[int]:
+    declared = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
+    return {i for i in ids if i is not None}
+
+
+def _load(
+    path: str, init_kwargs: dict[str, Any], device: torch.device, trust_remote_code: bool
+) -> PreTrainedModel | PeftModel:
     init_kwargs.setdefault("dtype", "auto")
-    # each process holds its own teacher; "auto" would spread every process' copy over all devices
-    init_kwargs.setdefault("device_map", None)
+    # each process holds its own teacher; "auto" would spread every process' copy over all devices. A quantized model
+    # cannot be moved afterwards
+    quantized = init_kwargs.get("quantization_config") is not None
+    init_kwargs.setdefault("device_map", {"": device} if quantized else None)
     try:
         return _from_pretrained(path, init_kwargs, trust_remote_code)
     except OSError as error:
@@ -124,10 +156,13 @@ def _load(path: str, init_kwargs: dict[str, Any], trust_remote_code: bool) -> Pr
         ) from error
 
 
-def _from_pretrained(path: str, init_kwargs: dict[str, Any], trust_remote_code: bool) -> PreTrainedModel:
+def _from_pretrained(path: str, init_kwargs: dict[str, Any], trust_remote_code: bool) -> PreTrainedModel | PeftModel:
     if _is_adapter(path):
         adapted = AutoPeftModelForCausalLM.from_pretrained(path, trust_remote_code=trust_remote_code, **init_kwargs)
-        return adapted.merge_and_unload()
+        # rounded to four bits again, a merged adapter would lose what little it changes; and what ZeRO-3 has spread
+        # cannot be added to
+        quantized = getattr(adapted.get_base_model(), "is_quantized", False)
+        return adapted if quantized or is_deepspeed_zero3_enabled() else adapted.merge_and_unload()
     return create_model_from_path(path, trust_remote_code=trust_remote_code, **init_kwargs)
 
 
@@ -152,13 +187,33 @@ def _load_tokenizer(source: str | None, trust_remote_code: bool) -> Any:
     return None
 
 
+def _gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
+    """Whole parameters, also where DeepSpeed ZeRO-3 has spread them while they were loaded."""
+    if not hasattr(parameters[0], "ds_id"):
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters)
+
+
 def _cut_lm_head(model: PreTrainedModel, vocab_size: int) -> None:
-    """Let the LM head end at the student's last row: the rows are shared with the old head, not copied."""
+    """Let the LM head end at the student's last row; unless DeepSpeed has spread it already, nothing is copied."""
     head: Any = model.get_output_embeddings()
-    if head.weight.shape[0] == vocab_size:
+    if isinstance(head, BaseTunerLayer):
+        raise ValueError(
+            "The teacher's adapter changes the LM head, which is read directly and would stay as it is: pass "
+            "`model.merge_and_unload()`, or the adapter's folder without `quantization_config`, which is merged into "
+            "its base."
+        )
+    if model.config.get_text_config().vocab_size == vocab_size:
         return
-    cut = nn.Linear(head.weight.shape[1], vocab_size, bias=False, device="meta")
-    cut.weight = nn.Parameter(head.weight.detach()[:vocab_size], requires_grad=False)
-    if head.bias is not None:
-        cut.bias = nn.Parameter(head.bias.detach()[:vocab_size], requires_grad=False)
+    with _gathered([head.weight, *([] if head.bias is None else [head.bias])]):
+        cut = nn.Linear(head.weight.shape[1], vocab_size, bias=False, device="meta")
+        rows = [None if tensor is None else tensor.detach()[:vocab_size] for tensor in (head.weight, head.bias)]
+        if hasattr(head.weight, "ds_id"):
+            # what was gathered is gone afterwards
+            rows = [None if tensor is None else tensor.clone() for tensor in rows]
+    cut.weight = nn.Parameter(rows[0], requires_grad=False)  # type: ignore[arg-type]
+    if rows[1] is not None:
+        cut.bias = nn.Parameter(rows[1], requires_grad=False)
     model.set_output_embeddings(cut)

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import GRPOConfig, GRPOTrainer
-from trl.trainer.utils import RepeatSampler, get_config_model_id
+from trl.trainer.utils import RepeatSampler, get_config_model_id, pad
 
 from ..diagnostics import statistics
 from ..diagnostics.statistics import Statistic
@@ -21,7 +21,17 @@ from ..objectives import AGGREGATIONS, LOG_RATIO_BOUND, ObjectiveOutput, reduce_
 from ..objectives.ratios import as_mask, masked
 from ..validation import require_choice, require_number
 from . import hooks  # noqa: F401  (checks the installed TRL)
-from .state import TrainingState, load_state, save_state, state_path
+from .backend import check_backend
+from .state import (
+    TrainingState,
+    is_complete,
+    last_complete,
+    load_state,
+    mark_complete,
+    save_state,
+    state_path,
+    unmark,
+)
 
 _NONFINITE = "nonfinite_share"
 
@@ -79,19 +89,24 @@ class BasePolicyConfig(GRPOConfig):
             require_number("delta", self.delta, above=0)
         if self.off_policy_mask_threshold is not None:
             require_number("off_policy_mask_threshold", self.off_policy_mask_threshold, above=0)
-        defaults = {f.name: f.default for f in dataclasses.fields(self)}
         for name in self._UNUSED:
-            if getattr(self, name) != defaults[name]:
+            if getattr(self, name) != self._default(name):
                 raise ValueError(
                     f"`{name}` has no effect in {self._METHOD}: leave it out (got {getattr(self, name)!r})."
                 )
         super().__post_init__()
+        # transformers overwrites the field with accelerate's number, where that is stated
+        self._accumulation = self.gradient_accumulation_steps
         if self._needs_step_tokens and self._window % self.gradient_accumulation_steps != 0:
             raise ValueError(
                 f"`aggregation='token_mean'` and the entropy bonus average over all tokens of an optimizer step, "
                 f"which must be known at its first micro-batch: make `steps_per_generation * num_iterations` "
                 f"({self._window}) a multiple of `gradient_accumulation_steps` ({self.gradient_accumulation_steps})."
             )
+
+    @classmethod
+    def _default(cls, name: str) -> Any:
+        return next(field.default for field in dataclasses.fields(cls) if field.name == name)
 
     def _fix(self, name: str, value: object, instead: str) -> None:
         """Refuse another value of an option that the method itself determines."""
@@ -182,9 +197,12 @@ class _LoopEvents(TrainerCallback):
 class BasePolicyTrainer(GRPOTrainer):
     """`trl.GRPOTrainer` with a loss of ours; subclasses supply `_objective` and, where needed, `_policy_advantages`.
 
-    A callback may define `on_rollout(args, state, control, *, rollout, mode, **kwargs)`. It is called once per
-    generation batch with the batch of this process (`prompt_ids`, `prompt_mask`, `completion_ids`,
-    `completion_mask`, `advantages`, ...) and may add (B, T) tensors to it, which then travel with their rows.
+    Two more events for callbacks, each called once per generation batch, with the batch of this process:
+
+    - `on_completions(args, state, control, *, completions, inputs, mode, **kwargs)` before rewards are computed, with
+      `prompt_ids`, `prompt_mask`, `completion_ids` and `completion_mask`;
+    - `on_rollout(args, state, control, *, rollout, inputs, mode, **kwargs)` afterwards, with `advantages` and more. It
+      may add tensors of B rows to the rollout, which then travel with their rows.
     """
 
     _CONFIG: ClassVar[type[BasePolicyConfig]] = BasePolicyConfig
@@ -224,6 +242,7 @@ class BasePolicyTrainer(GRPOTrainer):
         self._step_tokens: torch.Tensor | None = None
         self._restored: TrainingState | None = None
         self._epoch = 0
+        self._inputs: list[dict[str, Any]] = []
         super().__init__(
             model=model,
             reward_funcs=reward_funcs,
@@ -240,6 +259,7 @@ class BasePolicyTrainer(GRPOTrainer):
             rollout_func=None if rollout_func is None else _checked_rollout(rollout_func),
             environment_factory=environment_factory,
         )
+        check_backend(self.args, self.accelerator)
         self.add_callback(_LoopEvents(self._begin_training, self._begin_epoch))
 
     # Rollout
@@ -260,26 +280,50 @@ class BasePolicyTrainer(GRPOTrainer):
         _require_completions(completion_ids)
         return completion_ids, logprobs
 
+    def _generate(self, prompts: list[Any]) -> Any:
+        generated = super()._generate(prompts)
+        self._dispatch("on_completions", completions=self._padded(generated[0], generated[1]))
+        return generated
+
+    def _padded(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> dict[str, torch.Tensor]:
+        """The rollout's four tensors as `GRPOTrainer` will make them."""
+        tokenizer: Any = self._tokenizer
+        multiple: Any = self.pad_to_multiple_of
+        padded = {}
+        for name, rows, side in (("prompt", prompt_ids, "left"), ("completion", completion_ids, "right")):
+            ids = [torch.tensor(row, dtype=torch.long) for row in rows]
+            for kind, tensors, value in (
+                ("ids", ids, tokenizer.pad_token_id),
+                ("mask", [torch.ones_like(row) for row in ids], 0),
+            ):
+                padded[f"{name}_{kind}"] = pad(tensors, value, side, multiple).to(self.accelerator.device)
+        if self.mask_truncated_completions:
+            ends = {*self.eos_token_ids, tokenizer.pad_token_id}
+            complete = torch.tensor([row[-1] in ends for row in completion_ids], device=self.accelerator.device)
+            padded["completion_mask"] *= complete.unsqueeze(1)
+        return padded
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        mode = "train" if self.model.training else "eval"
+        self._inputs = inputs
         rollout = super()._generate_and_score_completions(inputs)
-        self._dispatch_rollout(rollout, inputs, mode)
+        self._dispatch_rollout(rollout)
         return rollout
 
-    def _dispatch_rollout(
-        self, rollout: dict[str, Any], inputs: list[dict[str, Any]], mode: str, **kwargs: Any
-    ) -> None:
-        # transformers' callback handler calls only the events that every callback has
+    def _dispatch_rollout(self, rollout: dict[str, Any]) -> None:
+        """Tell callbacks of a finished rollout."""
+        self._dispatch("on_rollout", rollout=rollout)
+
+    def _dispatch(self, event: str, **kwargs: Any) -> None:
+        # transformers' handler calls only the events that every callback has
         for callback in self.callback_handler.callbacks:
-            on_rollout = getattr(callback, "on_rollout", None)
-            if on_rollout is not None:
-                on_rollout(
+            method = getattr(callback, event, None)
+            if method is not None:
+                method(
                     self.args,
                     self.state,
                     self.control,
-                    rollout=rollout,
-                    mode=mode,
-                    inputs=inputs,
+                    mode="train" if self.model.training else "eval",
+                    inputs=self._inputs,
                     model=self.model,
                     processing_class=self.processing_class,
                     **kwargs,
@@ -490,10 +534,19 @@ class BasePolicyTrainer(GRPOTrainer):
 
     # State
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As `transformers.Trainer.train`; with `resume_from_checkpoint=True`, from the newest checkpoint of
+        `output_dir` that was written to its end.
+
+        Raises:
+            ValueError: the checkpoint is incomplete, or belongs to another run.
+        """
         # an earlier call may have failed between reading a checkpoint and using it
         self._restored = None
-        return super().train(*args, **kwargs)
+        if resume_from_checkpoint is True:
+            # without one, transformers says what is missing
+            resume_from_checkpoint = last_complete(str(self.args.output_dir)) or True
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _geometry(self) -> dict[str, Any]:
         """What must not change over a resume, by the name of its option."""
@@ -519,13 +572,25 @@ class BasePolicyTrainer(GRPOTrainer):
         """Take over what `_progress` gave."""
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        # Before TRL writes the rest: a checkpoint without this file is refused, one without the rest is useless
         self._publish_statistics("train")
+        run_dir = self._get_output_dir(trial=trial)
+        checkpoint = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        if self.args.should_save:
+            unmark(checkpoint)
         if not self.args.save_only_model:
-            self._save_training_state(self._get_output_dir(trial=trial))
-        super()._save_checkpoint(model, trial)
+            self._save_training_state(checkpoint)
+        # An older checkpoint goes only when this one is complete
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            mark_complete(checkpoint)
+            rotate_checkpoints(run_dir, limit, self.state.best_model_checkpoint, use_mtime=True)
 
-    def _save_training_state(self, run_dir: str) -> None:
+    def _save_training_state(self, checkpoint: str) -> None:
         inside_window = self._step % self.args._window != 0
         progress: dict[str, Any] = {
             "method": self._progress(),
@@ -539,10 +604,7 @@ class BasePolicyTrainer(GRPOTrainer):
                 if name != "images"
             }
         save_state(
-            state_path(
-                os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"),
-                self.accelerator.process_index,
-            ),
+            state_path(checkpoint, self.accelerator.process_index),
             TrainingState(
                 geometry=self._geometry(),
                 micro_step=self._step,
@@ -561,9 +623,7 @@ class BasePolicyTrainer(GRPOTrainer):
         path = state_path(checkpoint, self.accelerator.process_index)
         hint = "Set `resume_inexact=True` to go on all the same; the run then differs from one that never stopped."
         inexact = "The resumed run differs from one that never stopped:"
-        try:
-            state = load_state(path, self.accelerator.device)
-        except FileNotFoundError:
+        if not path.is_file():
             missing = (
                 f"{checkpoint} has no {path.name}: it was not written by {type(self).__name__}, was saved with "
                 "`save_only_model=True`, or its writing was cut off."
@@ -571,7 +631,13 @@ class BasePolicyTrainer(GRPOTrainer):
             if self.args.resume_inexact:
                 warnings.warn(f"{inexact} {missing}", UserWarning, stacklevel=2)
                 return None
-            raise ValueError(f"{missing} {hint}") from None
+            raise ValueError(f"{missing} {hint}")
+        if not is_complete(checkpoint):
+            raise ValueError(
+                f"The writing of {checkpoint} was cut off: resume from an older one; `resume_from_checkpoint=True` "
+                "takes the newest that is complete."
+            )
+        state = load_state(path, self.accelerator.device)
         geometry = self._geometry()
         changed = [
             f"`{name}` {state.geometry.get(name)!r} -> {value!r}"

@@ -1,11 +1,16 @@
 """SAF distillation: the GRPO advantage fused with the teacher's, kept in bounds (arXiv 2607.29209)."""
 
+import copy
+import functools
 import math
 import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from transformers import TrainerCallback
 
 from ..callbacks import TeacherLogprobsCallback
@@ -13,9 +18,12 @@ from ..diagnostics import statistics
 from ..diagnostics.statistics import Statistic
 from ..fusion import FusionSchedule, fuse_advantages, has_teacher_value, opd_advantage
 from ..objectives import ObjectiveOutput, grpo_loss, gspo_loss, k3_divergence, sapo_loss
-from ..teachers import LocalTeacher
+from ..teachers import RoutedTeacher, Student, Teacher, TeacherError, TeacherOptions, build_teacher
+from ..teachers.options import option_names
 from ..validation import require_choice, require_number
+from .backend import is_sharded, shard_frozen
 from .base import CLIP_OPTIONS, SAPO_OPTIONS, VESPO_OPTIONS, BasePolicyConfig, BasePolicyTrainer, _loss_mask
+from .state import random_state, set_random_state
 
 _CLIP_DEFAULTS = {"grpo": (0.2, 0.27), "gspo": (3e-4, 4e-4)}
 _MISSING_LIMIT = 0.01
@@ -36,9 +44,30 @@ class SAFDistillConfig(BasePolicyConfig):
     A_opd = log pi_teacher - log pi_student. Defaults are the paper's; each stage can be switched off by itself.
 
     Args:
-        teacher_model_name_or_path: model or adapter folder, or hub name, when the trainer is given no `teacher_model`.
-        teacher_model_init_kwargs: for loading it, e.g. `{"dtype": "bfloat16"}`; default dtype: as stored.
-        teacher_batch_size: rows per forward of the teacher, >= 1; default `per_device_train_batch_size`.
+        teacher_model_name_or_path: a model in this process: model or adapter folder, or hub name.
+        teacher_adapter: adapter folder or hub name, put on the base model of a LoRA student beside the student's own
+            adapter; `"base"`: that base model without adapter.
+        teacher_server_url: one or more addresses of `vllm serve`, e.g. `http://localhost:8000`.
+        teacher_callable: `"module:function"`, (TeacherRequest) -> (B, T).
+        teachers: several teachers by name, each a dict of these options without the prefix `teacher_`, which stand in
+            for those of the same name here, e.g. `{"math": {"server_url": "..."}, "code": {"adapter": "..."}}`.
+        teacher_column: column of the dataset that names each row's teacher; rows without a name get no term.
+        teacher_model_init_kwargs: for loading a model, e.g. `{"dtype": "bfloat16", "attn_implementation": "sdpa"}` or
+            `{"quantization_config": {"load_in_4bit": True}}`; default dtype: as stored.
+        teacher_device: where a model is put, e.g. `"cpu"`; default: the student's device.
+        teacher_max_tokens_per_batch: padded tokens per forward of a model or an adapter, >= 1.
+        teacher_server_model: name under which the server serves the teacher; default: the only one it serves.
+        teacher_server_api_key_env: environment variable that holds the server's API key.
+        teacher_server_concurrency: requests at a time, >= 1, in each process.
+        teacher_server_timeout: seconds for one request, > 0.
+        teacher_server_max_retries: further attempts after a time-out, a dropped connection, or status 429 or 5xx.
+        teacher_temperature: 1 lets a server, which always scores at 1, teach a rollout of another temperature.
+        teacher_tokenizer_name_or_path: the teacher's tokenizer; default: the one beside its model.
+        teacher_prompt_column: column of the dataset with another prompt for the teacher, a string or messages.
+        teacher_chat_template_kwargs: further variables of the teacher's chat template.
+        teacher_self_test: score a few rows of the first rollout in ways that only a working teacher answers right.
+        save_on_teacher_failure: write a checkpoint before training stops because the teacher gave no answer. Needs
+            `steps_per_generation * num_iterations` to be a multiple or a divisor of `gradient_accumulation_steps`.
         policy_objective: `"grpo"`, `"gspo"` (GSPO-token) or `"sapo"` (gate by the sign at each token).
         epsilon, epsilon_high: clip range; default by objective: grpo 0.2 / 0.27, gspo 3e-4 / 4e-4, sapo has none.
         aggregation: default `"token_mean"`, as in the paper's runs; with gspo `"seq_mean_token_mean"`, GSPO's own.
@@ -54,20 +83,87 @@ class SAFDistillConfig(BasePolicyConfig):
         opd_student_logps: `"current"` recomputes A_opd at each update, `"old"` keeps that of the rollout.
 
     Raises:
-        ValueError: an option is out of range, or has no effect with this objective.
+        ValueError: an option is out of range, or has no effect with this objective or this teacher.
     """
 
     _METHOD: ClassVar[str] = "SAF distillation"
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*BasePolicyConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
+        *BasePolicyConfig._VALID_DICT_FIELDS,
+        "teacher_model_init_kwargs",
+        "teacher_chat_template_kwargs",
+        "teachers",
+    ]
 
     teacher_model_name_or_path: str | None = field(
         default=None, metadata={"help": "Model or adapter folder, or hub name, of the teacher."}
     )
+    teacher_adapter: str | None = field(
+        default=None,
+        metadata={
+            "help": "Adapter folder or hub name, put on the base model of a LoRA student; 'base': that model itself."
+        },
+    )
+    teacher_server_url: list[str] | None = field(
+        default=None, metadata={"help": "One or more addresses of `vllm serve`, e.g. http://localhost:8000."}
+    )
+    teacher_callable: str | None = field(
+        default=None, metadata={"help": "'module:function', (TeacherRequest) -> (B, T) log-probabilities."}
+    )
+    teachers: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Several teachers by name, each a dict of the teacher_* options without that prefix, "
+            "e.g. {'math': {'server_url': 'http://localhost:8000'}, 'code': {'adapter': 'path'}}."
+        },
+    )
+    teacher_column: str = field(
+        default="teacher",
+        metadata={"help": "Column of the dataset that names each row's teacher, when there are several."},
+    )
     teacher_model_init_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Keyword arguments for loading the teacher, e.g. {'dtype': 'bfloat16'}."}
     )
-    teacher_batch_size: int | None = field(
-        default=None, metadata={"help": "Rows per forward of the teacher; default: per_device_train_batch_size."}
+    teacher_device: str | None = field(
+        default=None, metadata={"help": "Where a teacher model is put, e.g. 'cpu'; default: the student's device."}
+    )
+    teacher_max_tokens_per_batch: int = field(
+        default=16384, metadata={"help": "Padded tokens per forward of a teacher model or adapter."}
+    )
+    teacher_server_model: str | None = field(
+        default=None, metadata={"help": "Name of the teacher on the server; default: the only one it serves."}
+    )
+    teacher_server_api_key_env: str | None = field(
+        default=None, metadata={"help": "Environment variable that holds the server's API key."}
+    )
+    teacher_server_concurrency: int = field(
+        default=16, metadata={"help": "Requests to the server at a time, in each process."}
+    )
+    teacher_server_timeout: float = field(default=120.0, metadata={"help": "Seconds for one request to the server."})
+    teacher_server_max_retries: int = field(
+        default=5,
+        metadata={"help": "Further attempts after a time-out, a dropped connection, or status 429 or 5xx."},
+    )
+    teacher_temperature: float | None = field(
+        default=None,
+        metadata={"help": "1 lets a server, which always scores at 1, teach a rollout of another temperature."},
+    )
+    teacher_tokenizer_name_or_path: str | None = field(
+        default=None, metadata={"help": "The teacher's tokenizer; default: the one beside its model."}
+    )
+    teacher_prompt_column: str | None = field(
+        default=None,
+        metadata={"help": "Column of the dataset with another prompt for the teacher, a string or messages."},
+    )
+    teacher_chat_template_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Further variables of the teacher's chat template."}
+    )
+    teacher_self_test: bool = field(
+        default=True,
+        metadata={"help": "Score a few rows of the first rollout in ways that only a working teacher answers right."},
+    )
+    save_on_teacher_failure: bool = field(
+        default=False,
+        metadata={"help": "Write a checkpoint before training stops because the teacher gave no answer."},
     )
     policy_objective: str = field(
         default="grpo", metadata={"help": "Policy loss of the fused advantage: 'grpo', 'gspo' or 'sapo'."}
@@ -128,8 +224,6 @@ class SAFDistillConfig(BasePolicyConfig):
         if self.opd_tanh_coef is not None:
             require_number("opd_tanh_coef", self.opd_tanh_coef, minimum=0)
             self.opd_tanh_coef = self.opd_tanh_coef or None
-        if self.teacher_batch_size is not None:
-            require_number("teacher_batch_size", self.teacher_batch_size, minimum=1)
         require_number("opd_warmup_steps", self.opd_warmup_steps, minimum=0)
         if self.opd_kl_drop_threshold is not None:
             require_number("opd_kl_drop_threshold", self.opd_kl_drop_threshold, minimum=0, maximum=1)
@@ -150,7 +244,10 @@ class SAFDistillConfig(BasePolicyConfig):
                     "at least 2 generations per prompt."
                 )
             self.num_generations = _SingleCompletion(1)
-        super().__post_init__()
+        super().__post_init__()  # parses the dicts that came as JSON
+        if isinstance(self.teacher_server_url, str):
+            self.teacher_server_url = [self.teacher_server_url]
+        self._check_teachers()
         if one_completion:
             self.num_generations = 1
         elif self.grpo_coef == 0:
@@ -190,6 +287,45 @@ class SAFDistillConfig(BasePolicyConfig):
         if self.policy_objective == "gspo":
             self._check_gspo(stacklevel=5)
 
+    def _check_teachers(self) -> None:
+        options = self._teacher_options()
+        if self.teachers is not None:
+            if not isinstance(self.teachers, dict) or not self.teachers:
+                raise ValueError(f"`teachers` must be a dict of teachers by name, not empty; got {self.teachers!r}.")
+            if options.source is not None:
+                raise ValueError(f"The teacher is named by `teachers` and by `teacher_{options.source}`: keep one.")
+            for name in self.teachers:
+                self._teacher_options(name)
+        accumulation = self.gradient_accumulation_steps
+        if self.save_on_teacher_failure and self._window % accumulation != 0 and accumulation % self._window != 0:
+            raise ValueError(
+                f"`save_on_teacher_failure` needs `steps_per_generation * num_iterations` ({self._window}) to be a "
+                f"multiple or a divisor of `gradient_accumulation_steps` ({accumulation}): elsewhere a rollout begins "
+                "in the middle of an optimizer step, where no checkpoint can be written that resumes exactly."
+            )
+
+    def _teacher_options(self, name: str | None = None) -> TeacherOptions:
+        """Options of the one teacher, or of one of `teachers`."""
+        common = {option: getattr(self, f"teacher_{option}") for option in option_names()}
+        if name is None:
+            return TeacherOptions(**common)
+        assert isinstance(self.teachers, dict)
+        own = self.teachers[name]
+        where = f"`teachers[{name!r}]`"
+        if not isinstance(own, dict):
+            raise ValueError(f"{where} must be a dict of options such as {{'server_url': ...}}, got {own!r}.")
+        unknown = [option for option in own if option not in common]
+        if unknown:
+            raise ValueError(f"{where} has no option {unknown[0]!r}; there are {', '.join(common)}.")
+        try:
+            options = TeacherOptions(**{**common, **own})
+            if options.source is None:
+                raise ValueError("It does not say where the teacher is: give `model_name_or_path`, `server_url`, ...")
+            options.check_unused(TeacherOptions(**common), options.source)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        return options
+
     def _check_warmup(self, max_steps: int) -> None:
         if self.opd_warmup_steps > max_steps:
             raise ValueError(
@@ -208,6 +344,60 @@ class SAFDistillConfig(BasePolicyConfig):
         )
 
 
+def _teacher_sources(
+    args: SAFDistillConfig, teacher_model: Any, callbacks: list[TrainerCallback]
+) -> dict[str | None, tuple[TeacherOptions, Any]]:
+    """Options, and what was passed to the trainer, of each teacher by name; the name of a single one is None.
+
+    Raises:
+        ValueError: there is none, there are two, or an option does not matter to the teacher it is given for.
+    """
+    common = args._teacher_options()
+    defaults = TeacherOptions(**{name: args._default(f"teacher_{name}") for name in option_names()})
+    sources: dict[str | None, tuple[TeacherOptions, Any]] = {}
+    if isinstance(teacher_model, dict):
+        sources = {name: (common, model) for name, model in teacher_model.items()}
+    elif teacher_model is not None:
+        sources = {None: (common, teacher_model)}
+    if sources and common.source is not None:
+        raise ValueError(
+            f"The teacher is named twice, by `teacher_model` and by `args.teacher_{common.source}`: keep one."
+        )
+    if isinstance(args.teachers, dict):
+        if None in sources or sources.keys() & args.teachers.keys():
+            raise ValueError("A teacher is named twice, by `teacher_model` and by `args.teachers`: keep one.")
+        sources |= {name: (args._teacher_options(name), None) for name in args.teachers}
+    elif common.source is not None:
+        sources = {None: (common, None)}
+    if None in sources:
+        model = sources[None][1]
+        by_model = "callable" if _is_function(model) else "model_name_or_path"
+        common.check_unused(defaults, common.source if model is None else by_model)
+    if sources and any(isinstance(callback, TeacherLogprobsCallback) for callback in callbacks):
+        raise ValueError("There are two teachers, that of the trainer and a TeacherLogprobsCallback: keep one.")
+    if not sources:
+        common.check_unused(defaults, None)
+        if args.opd_coef != 0 and not any(hasattr(callback, "on_rollout") for callback in callbacks):
+            raise ValueError(
+                "SAF distillation needs a source of teacher log-probabilities: pass `teacher_model`, set one of "
+                "`teacher_model_name_or_path`, `teacher_adapter`, `teacher_server_url`, `teacher_callable` and "
+                "`teachers`, or add a callback whose `on_rollout` fills `rollout['teacher_per_token_logps']` "
+                "(TeacherLogprobsCallback). For none, set `opd_coef=0`."
+            )
+    return sources
+
+
+def _is_function(model: Any) -> bool:
+    """A teacher of the user's own; modules are callable too."""
+    return callable(model) and not isinstance(model, nn.Module)
+
+
+def _taught(inputs: dict[str, Any], mask: torch.Tensor) -> torch.Tensor:
+    """(B, T) bool: valid tokens of rows that have a teacher."""
+    rows = inputs.get("teacher_rows")
+    return mask if rows is None else mask & rows.unsqueeze(1)
+
+
 def no_reward(completions: list[Any], **kwargs: Any) -> list[float]:
     """Stands in for a reward function where distillation alone needs none."""
     return [0.0] * len(completions)
@@ -219,19 +409,22 @@ class SAFDistillTrainer(BasePolicyTrainer):
     A drop-in for `trl.GRPOTrainer`, with one more keyword:
 
     Args:
-        teacher_model: path or hub name of a model, path of an adapter, or a model object (taken over: eval mode,
-            frozen; do not use it elsewhere afterwards). Default: `args.teacher_model_name_or_path`. The teacher must
-            share the student's vocabulary.
-        teacher_processing_class: the teacher's tokenizer, to compare vocabularies; default: loaded from the path.
+        teacher_model: path or hub name of a model, path of an adapter, a model object (taken over: eval mode, frozen;
+            do not use it elsewhere afterwards), or a callable (TeacherRequest) -> (B, T); several in a dict by name.
+            Default: what `args.teacher_*` and `args.teachers` say. The teacher must share the student's vocabulary.
+        teacher_processing_class: the teacher's tokenizer, to compare vocabularies and render its prompts; in a dict by
+            name for several. Default: `args.teacher_tokenizer_name_or_path`, else the one beside the model.
+        teacher_prompt_func: row of the dataset -> another prompt for the teacher, a string or messages; the
+            completion stays the student's. Default: `args.teacher_prompt_column`, else the student's prompt.
 
-    Instead of a teacher, `callbacks` may hold one whose `on_rollout` fills `rollout["teacher_per_token_logps"]`, e.g.
-    `TeacherLogprobsCallback(any_callable)`.
+    Instead of a teacher, `callbacks` may hold one whose `on_rollout` fills `rollout["teacher_per_token_logps"]`.
 
     Attributes:
         fusion_schedule: the `FusionSchedule` of the run.
 
     Raises:
-        ValueError: no source of teacher log-probabilities, two of them, or an unfit vocabulary.
+        ValueError: no source of teacher log-probabilities, two of them, or one that does not fit the student.
+        TeacherError: a server that does not answer; during training, any teacher that gives no usable answer.
 
     Example:
         >>> trainer = SAFDistillTrainer(
@@ -259,28 +452,16 @@ class SAFDistillTrainer(BasePolicyTrainer):
         *rest: Any,
         teacher_model: Any = None,
         teacher_processing_class: Any = None,
+        teacher_prompt_func: Callable[[Mapping[str, Any]], Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        named = getattr(args, "teacher_model_name_or_path", None)
-        if teacher_model is not None and named is not None:
-            raise ValueError(
-                "The teacher is named twice, by `teacher_model` and by `args.teacher_model_name_or_path`: keep one."
-            )
         if teacher_model is model and not isinstance(model, str):
             raise ValueError("`teacher_model` is the student itself, which training changes: pass a copy or a path.")
         if reward_funcs is None and getattr(args, "grpo_coef", 1.0) == 0 and kwargs.get("environment_factory") is None:
             # GRPOTrainer asks for a source of rewards, distillation alone has no use for one
             reward_funcs = no_reward
-        source = named if teacher_model is None else teacher_model
-        if source is not None and any(isinstance(callback, TeacherLogprobsCallback) for callback in callbacks or []):
-            raise ValueError("There are two teachers, a model and a TeacherLogprobsCallback: keep one.")
-        needed = getattr(args, "opd_coef", 1.0) != 0
-        if needed and source is None and not any(hasattr(callback, "on_rollout") for callback in callbacks or []):
-            raise ValueError(
-                "SAF distillation needs a source of teacher log-probabilities: pass `teacher_model`, set "
-                "`teacher_model_name_or_path`, or add a callback whose `on_rollout` fills "
-                "`rollout['teacher_per_token_logps']` (TeacherLogprobsCallback). For none, set `opd_coef=0`."
-            )
+        if isinstance(args, SAFDistillConfig):
+            _teacher_sources(args, teacher_model, callbacks or [])  # before a model is loaded in vain
         super().__init__(
             model,
             reward_funcs,
@@ -295,33 +476,63 @@ class SAFDistillTrainer(BasePolicyTrainer):
         )
         # Until training starts, only step 1 is asked for, which does not depend on the run's length
         self.fusion_schedule = self.args._schedule(max(self.args.max_steps, self.args.opd_warmup_steps, 1))
-        if needed and source is not None:
-            own = {id(parameter) for parameter in self.model.parameters()}
-            if not isinstance(source, str) and any(id(parameter) in own for parameter in source.parameters()):
+        self._before_step: dict[str, Any] | None = None
+        sources = _teacher_sources(self.args, teacher_model, callbacks or [])
+        if sources and self.args.opd_coef != 0:
+            teacher = self._build_teacher(sources, teacher_processing_class, teacher_prompt_func)
+            self.add_callback(TeacherLogprobsCallback(teacher))
+
+    def _build_teacher(
+        self, sources: dict[str | None, tuple[TeacherOptions, Any]], processing_class: Any, prompt: Any
+    ) -> Teacher:
+        sharded = is_sharded(self.accelerator)
+        student = Student(
+            model=self.model,
+            tokenizer=self._tokenizer,
+            temperature=self.temperature,
+            device=self.accelerator.device,
+            trust_remote_code=self.args.trust_remote_code,
+            longest_row=self._longest_row,
+            shard=functools.partial(shard_frozen, accelerator=self.accelerator) if sharded else None,
+            most=self._most if sharded else None,
+        )
+        teachers: dict[str | None, Teacher] = {}
+        own = {id(parameter) for parameter in self.model.parameters()}
+        for name, (options, model) in sources.items():
+            if isinstance(model, nn.Module) and any(id(parameter) in own for parameter in model.parameters()):
                 raise ValueError(
                     "`teacher_model` shares weights with the student, which training changes: pass a copy or a path."
                 )
-            self.add_callback(TeacherLogprobsCallback(self._local_teacher(source, teacher_processing_class)))
-
-    def _local_teacher(self, source: Any, processing_class: Any) -> LocalTeacher:
-        if self._is_vlm:
-            raise ValueError(
-                "A local teacher scores text alone: for a vision-language student add a TeacherLogprobsCallback with "
-                "a callable of your own."
+            if self._is_vlm and not _is_function(model) and options.source != "callable":
+                raise ValueError(
+                    "This teacher scores text alone: for a vision-language student pass a callable of your own as "
+                    "`teacher_model`."
+                )
+            tokenizer = processing_class.get(name) if isinstance(processing_class, dict) else processing_class
+            teachers[name] = build_teacher(
+                options, student, model=model, tokenizer=tokenizer, prompt=prompt, name=name
             )
-        init_kwargs = self.args.teacher_model_init_kwargs
-        assert not isinstance(init_kwargs, str)  # TrainingArguments has parsed it
-        return LocalTeacher(
-            source,
-            temperature=self.temperature,
-            student_vocabulary=self._tokenizer.get_vocab(),
-            student_vocab_size=self.model.config.get_text_config().vocab_size,
-            tokenizer=processing_class,
-            batch_size=self.args.teacher_batch_size or self.args.per_device_train_batch_size,
-            device=self.accelerator.device,
-            model_init_kwargs=init_kwargs,
-            trust_remote_code=self.args.trust_remote_code,
-        )
+        if None in teachers:
+            return teachers[None]
+        return RoutedTeacher({str(name): teacher for name, teacher in teachers.items()}, self.args.teacher_column)
+
+    def _most(self, number: int) -> int:
+        numbers = self.accelerator.gather(torch.tensor([number], device=self.accelerator.device))
+        return int(numbers.max().item())
+
+    def _longest_row(self, token_ids: Callable[[Mapping[str, Any]], list[int]] | None, column: str | None) -> int:
+        """Tokens of the longest prompt, by characters, and completion; of a teacher's prompt that is computed, and of
+        a dataset that is streamed, only the completion is known."""
+        length: Any = self.max_completion_length
+        dataset: Any = self.train_dataset
+        column = "prompt" if token_ids is None else column
+        if column is None or not hasattr(dataset, "__len__") or column not in dataset[0]:
+            return length
+        prompts = dataset[column]
+        longest = max(range(len(prompts)), key=lambda i: len(str(prompts[i])))
+        if token_ids is not None:
+            return length + len(token_ids(dataset[longest]))
+        return length + len(self._tokenize_prompts([prompts[longest]])[0][0])
 
     # Rollout
 
@@ -333,15 +544,39 @@ class SAFDistillTrainer(BasePolicyTrainer):
         """Factor on the teacher's term in the running step; 0 means 0 for the rest of the run."""
         return self.args.opd_coef * self.fusion_schedule.multiplier(self._running_step)
 
-    def _dispatch_rollout(
-        self, rollout: dict[str, Any], inputs: list[dict[str, Any]], mode: str, **kwargs: Any
-    ) -> None:
-        needed = self._multiplier() != 0
-        super()._dispatch_rollout(rollout, inputs, mode, teacher_needed=needed, **kwargs)
-        if not needed:
+    def _dispatch(self, event: str, **kwargs: Any) -> None:
+        super()._dispatch(event, teacher_needed=self._multiplier() != 0, **kwargs)
+
+    def _dispatch_rollout(self, rollout: dict[str, Any]) -> None:
+        if self._multiplier() == 0:
+            super()._dispatch_rollout(rollout)
             # what cannot matter is not carried along
             rollout.pop("teacher_per_token_logps", None)
             return
+        failure: Exception | None = None
+        missing, total = torch.zeros(2, dtype=torch.long, device=self.accelerator.device)
+        try:
+            super()._dispatch_rollout(rollout)
+            missing, total = self._take_scores(rollout)
+        except Exception as error:
+            failure = error
+        # a process that failed alone would leave the others waiting for it
+        counts = torch.stack([missing, total, torch.full_like(total, failure is not None)])
+        missing, total, failed = self.accelerator.reduce(counts, reduction="sum").tolist()
+        if failure is None and failed:
+            failure = TeacherError(f"The teacher failed in {failed} other process(es); their output says why.")
+        elif missing > _MISSING_LIMIT * total:
+            failure = failure or TeacherError(
+                f"The teacher gave no finite log-probability for {missing} of {total} tokens, above the limit of "
+                f"{_MISSING_LIMIT:.0%}. Check the teacher for overflow (try float32) or a truncated answer."
+            )
+        if failure is not None:
+            if self.args.save_on_teacher_failure and self._before_step is not None and self.model.training:
+                self._save_before_step()
+            raise failure
+
+    def _take_scores(self, rollout: dict[str, Any]) -> torch.Tensor:
+        """Check what the callbacks filled in; number of tokens without a value, and of all that should have one."""
         scores = rollout.get("teacher_per_token_logps")
         if scores is None:
             raise ValueError(
@@ -354,16 +589,39 @@ class SAFDistillTrainer(BasePolicyTrainer):
                 f"{tuple(rollout['completion_ids'].shape)}: give one log-probability per completion token, padding "
                 "included."
             )
-        scores = scores.to(device=rollout["completion_ids"].device, dtype=torch.float32)
+        scores = scores.detach().to(device=rollout["completion_ids"].device, dtype=torch.float32)
         rollout["teacher_per_token_logps"] = scores
-        mask = _loss_mask(rollout)
-        counts = torch.stack([(mask & ~torch.isfinite(scores)).sum(), mask.sum()])
-        missing, total = self.accelerator.reduce(counts, reduction="sum").tolist()
-        if missing > _MISSING_LIMIT * total:
-            raise RuntimeError(
-                f"The teacher gave no finite log-probability for {missing} of {total} tokens, above the limit of "
-                f"{_MISSING_LIMIT:.0%}. Check the teacher for overflow (try float32) or a truncated answer."
-            )
+        mask = _taught(rollout, _loss_mask(rollout))
+        return torch.stack([(mask & ~torch.isfinite(scores)).sum(), mask.sum()])
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self._remember()
+
+    def _remember(self) -> None:
+        """Keep what a failing rollout changes of the state that a checkpoint written now would hold."""
+        if not self.args.save_on_teacher_failure:
+            return
+        self._before_step = {
+            "random": random_state(),
+            "metrics": {name: list(values) for name, values in self._metrics["train"].items()},
+            "logs": copy.deepcopy(self._logs),
+            "tr_loss": self._tr_loss.clone(),
+            "tokens_seen": self.state.num_input_tokens_seen,
+        }
+
+    def _save_before_step(self) -> None:
+        """Write the checkpoint of the last finished optimizer step: a resume generates the failed rollout again."""
+        assert self._before_step is not None
+        before = self._before_step
+        set_random_state(before["random"])
+        self._metrics["train"] = defaultdict(list, before["metrics"])
+        self._logs = before["logs"]
+        self._tr_loss = before["tr_loss"]
+        self.state.num_input_tokens_seen = before["tokens_seen"]
+        self._statistics["train"] = {}
+        self._step = self.state.global_step * self.args.gradient_accumulation_steps
+        self._save_checkpoint(self.model, trial=None)
 
     # Loss
 
@@ -378,7 +636,8 @@ class SAFDistillTrainer(BasePolicyTrainer):
         scores = inputs.get("teacher_per_token_logps")
         if scores is None or self._multiplier() == 0:
             return self.args.grpo_coef * inputs["advantages"]
-        known = has_teacher_value(scores, mask)
+        taught = _taught(inputs, mask)
+        known = has_teacher_value(scores, taught)
         student = per_token_logps.detach() if self.args.opd_student_logps == "current" else old_per_token_logps
         collected["distill/kl"] = statistics.mean(k3_divergence(per_token_logps.detach(), scores, mask), known)
         fused = fuse_advantages(
@@ -386,6 +645,7 @@ class SAFDistillTrainer(BasePolicyTrainer):
             opd_advantage(student, scores, mask),
             mask,
             available=known,
+            expected=taught,
             grpo_coef=self.args.grpo_coef,
             opd_coef=self.args.opd_coef,
             multiplier=self.fusion_schedule.multiplier(self._running_step),
@@ -393,6 +653,8 @@ class SAFDistillTrainer(BasePolicyTrainer):
             tanh_coef=self.args.opd_tanh_coef,
         )
         collected |= fused.statistics
+        if "teacher_rows" in inputs:
+            collected["distill/taught_share"] = statistics.mean(taught, mask)
         return fused.advantages
 
     def _objective(
@@ -448,3 +710,4 @@ class SAFDistillTrainer(BasePolicyTrainer):
             self.args._check_warmup(self.state.max_steps)
         self.fusion_schedule = self.args._schedule(max(self.state.max_steps, 1))
         super()._begin_training()
+        self._remember()

@@ -7,15 +7,19 @@ completions of a large batch exceed that.
 
 import json
 import os
+import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers.trainer_utils import sort_checkpoints
 
 _FORMAT = 1
+_COMPLETE = "softgate_complete"
 _JSON = "json"
 
 
@@ -41,6 +45,27 @@ class TrainingState:
 def state_path(checkpoint: str | os.PathLike[str], process_index: int) -> Path:
     """The state file of one process in a checkpoint folder."""
     return Path(checkpoint) / f"softgate_state_{process_index}.safetensors"
+
+
+def mark_complete(checkpoint: str | os.PathLike[str]) -> None:
+    """Say that every process has written all of its part of a checkpoint folder."""
+    (Path(checkpoint) / _COMPLETE).touch()
+
+
+def unmark(checkpoint: str | os.PathLike[str]) -> None:
+    """Take the mark from a folder that is about to be written again."""
+    (Path(checkpoint) / _COMPLETE).unlink(missing_ok=True)
+
+
+def is_complete(checkpoint: str | os.PathLike[str]) -> bool:
+    """Whether the writing of a checkpoint folder has come to its end."""
+    return (Path(checkpoint) / _COMPLETE).is_file()
+
+
+def last_complete(run_dir: str | os.PathLike[str]) -> str | None:
+    """The newest checkpoint folder of a run whose writing has come to its end."""
+    folders = [folder for folder in sort_checkpoints(str(run_dir)) if is_complete(folder)]
+    return folders[-1] if folders else None
 
 
 def save_state(path: Path, state: TrainingState) -> None:
@@ -108,3 +133,19 @@ def load_state(path: Path, device: torch.device) -> TrainingState:
         else:
             state.tensors[rest[0]] = tensor.to(device)
     return state
+
+
+def random_state() -> tuple[Any, ...]:
+    """State of every generator that a checkpoint of transformers holds."""
+    device = torch.get_device_module().get_rng_state() if torch.accelerator.is_available() else None
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), device
+
+
+def set_random_state(state: tuple[Any, ...]) -> None:
+    """Take back what `random_state` gave."""
+    python, numpy, cpu, device = state
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)
+    if device is not None:
+        torch.get_device_module().set_rng_state(device)

@@ -1,0 +1,205 @@
+"""DDP, FSDP2 and DeepSpeed ZeRO-1/2/3 in two processes over gloo give what one process gives.
+
+The ranks write their results to files; exit codes say nothing, as gloo sometimes aborts while a process shuts down.
+"""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from distributed import launch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+pytestmark = pytest.mark.timeout(900)
+
+CASES = [f"{method}-{kind}" for method in ("gspo", "sapo", "saf") for kind in ("full", "lora")]
+WRAPPERS = {
+    "ddp": ("DistributedType.MULTI_", "DistributedDataParallel"),
+    "fsdp2": ("DistributedType.FSDP", "FSDP"),
+    "zero1": ("DistributedType.DEEPSPEED", "DeepSpeedEngine"),
+    "zero2": ("DistributedType.DEEPSPEED", "DeepSpeedEngine"),
+    "zero3": ("DistributedType.DEEPSPEED", "DeepSpeedEngine"),
+}
+SHARDED = ("fsdp2", "zero3")
+NOT_COMPARED = ("step_time", "epoch")
+NOT_COMPARED += tuple(f"eval_{name}" for name in ("runtime", "samples_per_second", "steps_per_second"))
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the models that every run starts from."""
+    root = tmp_path_factory.mktemp("distributed")
+    for name, seed in (("base", 0), ("teacher", 7)):
+        tiny.model(seed).save_pretrained(root / name)
+        tiny.tokenizer().save_pretrained(root / name)
+    return root
+
+
+class Runs:
+    """Result folders of the scenario `both`, each run when first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._done: dict[str | None, Path] = {}
+
+    def __call__(self, backend: str | None) -> Path:
+        if backend not in self._done:
+            folder = self._root / (backend or "one")
+            folder.mkdir()
+            for name in ("base", "teacher"):
+                (folder / name).symlink_to(self._root / name)
+            self._done[backend] = folder
+            done = launch.run(backend, "both", folder, timeout=600)
+            ranks = [folder / f"rank{rank}.json" for rank in range(launch.ranks_of(backend))]
+            assert all(path.is_file() for path in ranks), done.stdout[-6000:]
+        return self._done[backend]
+
+    def result(self, backend: str | None, rank: int = 0) -> dict[str, Any]:
+        return json.loads((self(backend) / f"rank{rank}.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def runs(root: Path) -> Runs:
+    return Runs(root)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The saved model or adapter; FSDP2 saves a tied LM head under both of its names."""
+    (path,) = [*folder.glob("model.safetensors"), *folder.glob("adapter_model.safetensors")]
+    saved = load_file(path)
+    head = saved.pop("lm_head.weight", None)
+    assert head is None or torch.equal(head, saved["model.embed_tokens.weight"])
+    return saved
+
+
+def assert_same_numbers(ours: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert ours.keys() == expected.keys()
+    for name in expected.keys() - set(NOT_COMPARED):
+        if isinstance(expected[name], float):
+            assert math.isclose(ours[name], expected[name], rel_tol=1e-5, abs_tol=2e-6), name
+
+
+@pytest.mark.parametrize("backend", launch.BACKENDS)
+class TestParity:
+    def test_it_is_the_backend_that_was_asked_for(self, backend: str, runs: Runs) -> None:
+        whole = sum(parameter.numel() for parameter in tiny.model().parameters())
+        for rank in range(2):
+            for case in CASES:
+                facts = runs.result(backend, rank)["parity"][case]
+                assert facts["world_size"] == 2
+                kind, wrapper = WRAPPERS[backend]
+                assert facts["type"].startswith(kind) and wrapper in facts["wrapper"]
+                if case.endswith("full"):
+                    share = facts["local_parameters"] / whole
+                    assert share < 0.6 if backend in SHARDED else share == 1
+
+    @pytest.mark.parametrize("case", CASES)
+    def test_weights(self, backend: str, case: str, runs: Runs) -> None:
+        one, two = (weights(runs(name) / "parity" / case / "model") for name in (None, backend))
+        assert one.keys() == two.keys()
+        start = load_file(runs(None) / "base" / "model.safetensors")
+        for name, weight in one.items():
+            torch.testing.assert_close(two[name], weight, rtol=1e-5, atol=1e-6)
+        assert any(name not in start or not torch.equal(start[name], weight) for name, weight in one.items())
+
+    @pytest.mark.parametrize("case", CASES)
+    def test_metrics_and_schedule(self, backend: str, case: str, runs: Runs) -> None:
+        one = runs.result(None)["parity"][case]
+        for rank in range(2):
+            two = runs.result(backend, rank)["parity"][case]
+            if rank == 0:
+                for ours, expected in zip(two["history"], one["history"], strict=True):
+                    assert_same_numbers(ours, expected)
+                assert_same_numbers(two["evaluation"], one["evaluation"])
+            if one["schedule"] is not None:
+                assert one["schedule"]["frozen_at"] is not None
+                assert two["schedule"]["frozen_at"] == one["schedule"]["frozen_at"]
+
+    @pytest.mark.parametrize("case", CASES)
+    def test_a_resumed_run_is_bitwise_the_whole_one(self, backend: str, case: str, runs: Runs) -> None:
+        folder = runs(backend) / "resume"
+        whole, resumed = (weights(folder / name / case / "model") for name in ("whole", "resumed"))
+        assert whole.keys() == resumed.keys()
+        for name, weight in whole.items():
+            assert torch.equal(resumed[name], weight), name
+
+    @pytest.mark.parametrize("kind", ["full", "lora"])
+    def test_what_is_saved_loads_plainly(self, backend: str, kind: str, runs: Runs) -> None:
+        folder = runs(backend) / "parity" / f"saf-{kind}" / "model"
+        saved = weights(folder)
+        if kind == "full":
+            loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+        else:
+            base = AutoModelForCausalLM.from_pretrained(runs(backend) / "base")
+            adapter = PeftModel.from_pretrained(base, str(folder))
+            loaded = {name.replace(".default.", "."): value for name, value in adapter.named_parameters()}
+        assert saved
+        for name, weight in saved.items():
+            if name in loaded:
+                assert torch.equal(loaded[name], weight), name
+        assert len(saved.keys() & loaded.keys()) >= len(saved) - 1  # a tied LM head is saved under one name
+
+
+@pytest.mark.parametrize("backend", ["ddp", "zero3"])
+class TestNoHang:
+    def test_ranks_with_unlike_work_finish(self, backend: str, root: Path) -> None:
+        folder = root / f"uneven-{backend}" / "run"
+        (folder.parent).mkdir()
+        for name in ("base", "teacher"):
+            (folder.parent / name).symlink_to(root / name)
+        done = launch.run(backend, "uneven", folder, timeout=240)
+        for rank in range(2):
+            path = folder / f"rank{rank}.json"
+            assert path.is_file(), done.stdout[-6000:]
+            for name, history in json.loads(path.read_text()).items():
+                assert rank == 1 or len(history) == 3, name
+                for entry in history:
+                    assert all(math.isfinite(value) for value in entry.values() if isinstance(value, float)), name
+
+
+class TestFailure:
+    def test_an_exception_on_one_rank_ends_all_and_is_shown_once(self, root: Path) -> None:
+        begin = time.monotonic()
+        done = launch.run("ddp", "raises", root / "raises", timeout=120)
+        assert done.returncode != 0
+        assert done.stdout.count("ZeroDivisionError: the reward of rank 1") == 1, done.stdout[-6000:]
+        # with the start of two interpreters on two cores
+        assert time.monotonic() - begin < 90
+
+    def test_a_teacher_that_fails_one_rank_stops_all_after_a_checkpoint(self, root: Path) -> None:
+        folder = root / "no-answer"
+        done = launch.run("ddp", "no_answer", folder, timeout=120)
+        results = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+        assert len(results) == 2, done.stdout[-6000:]
+        assert "failed in 1 other process" in results[0]["error"]
+        assert results[1]["error"] == "no answer for rank 1"
+        assert (folder / "run" / f"checkpoint-{results[0]['step']}" / "softgate_complete").is_file()
+
+
+KILLS = {"ddp": "checkpoint", "fsdp2": "step", "zero1": "step", "zero2": "step", "zero3": "checkpoint"}
+
+
+@pytest.mark.parametrize("backend", launch.BACKENDS)
+def test_a_killed_run_goes_on_from_the_last_good_checkpoint(backend: str, root: Path, runs: Runs) -> None:
+    parent = root / f"killed-{backend}"
+    parent.mkdir()
+    for name in ("base", "teacher"):
+        (parent / name).symlink_to(root / name)
+    folder = parent / KILLS[backend]
+    launch.run(backend, "killed", folder, timeout=240)
+    assert not list(folder.glob("rank*.json")), "it was not killed"
+    second = folder / "run" / "checkpoint-2"
+    assert second.is_dir()
+    assert (second / "softgate_complete").is_file() == (KILLS[backend] == "step")
+    done = launch.run(backend, "killed", folder, timeout=240)
+    assert (folder / "rank0.json").is_file(), done.stdout[-6000:]
+    whole = weights(runs(backend) / "resume" / "whole" / "saf-full" / "model")
+    for name, weight in weights(folder / "model").items():
+        assert torch.equal(weight, whole[name]), name

@@ -1,0 +1,289 @@
+"""One rank of a distributed test: `worker.py SCENARIO FOLDER`. Writes `rank{N}.json`, by which the test judges."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import conftest  # noqa: F401  (offline, CPU)
+from distributed import backend
+
+backend.install()
+
+import tiny  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from peft import LoraConfig  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+
+from trl_softgate import (  # noqa: E402
+    GSPOConfig,
+    GSPOTrainer,
+    SAFDistillConfig,
+    SAFDistillTrainer,
+    SAPOConfig,
+    SAPOTrainer,
+)
+from trl_softgate.teachers import TeacherError  # noqa: E402
+
+ROWS = 4  # per micro-batch, over all processes
+STEPS = 3
+METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "gspo": (GSPOTrainer, GSPOConfig, dict(entropy_coef=0.01)),
+    "sapo": (SAPOTrainer, SAPOConfig, dict(aggregation="token_mean")),
+    "saf": (
+        SAFDistillTrainer,
+        SAFDistillConfig,
+        dict(opd_warmup_steps=3, opd_kl_drop_threshold=1e-4, opd_coef=10.0, grpo_coef=0.02),
+    ),
+}
+CASES = [f"{method}-{kind}" for method in METHODS for kind in ("full", "lora")]
+
+World = tuple[int, int]
+
+
+def world() -> World:
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def forget_accelerator() -> None:
+    """Several trainers in one process: each begins with the state of accelerate as launched."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+
+
+def make(case: str, folder: Path, base: Path, teacher: Any, **kwargs: Any) -> Any:
+    method, kind = case.split("-")
+    trainer_class, config_class, options = METHODS[method]
+    _, size = world()
+    extra: dict[str, Any] = {}
+    if kind == "lora":
+        extra["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    if method == "saf":
+        if callable(teacher):
+            extra["teacher_model"] = teacher
+        elif "teachers" not in kwargs:
+            options = {**options, "teacher_model_name_or_path": str(teacher)}
+    if (rollout := kwargs.pop("rollout_func", tiny.fixed_rollout)) is not None:
+        extra["rollout_func"] = rollout
+    forget_accelerator()
+    torch.manual_seed(0)
+    trainer = trainer_class(
+        str(base),
+        kwargs.pop("reward", tiny.reward),
+        tiny.config(
+            config_class,
+            folder,
+            **{
+                **dict(
+                    per_device_train_batch_size=ROWS // size,
+                    per_device_eval_batch_size=ROWS // size,
+                    gradient_accumulation_steps=2,
+                    num_iterations=2,
+                    max_steps=STEPS,
+                    optim="sgd",
+                    learning_rate=0.5,
+                    max_grad_norm=0.0,
+                    model_init_kwargs={"dtype": "float32"},
+                    save_strategy="steps",
+                    save_steps=1,
+                ),
+                **options,
+                **kwargs,
+            },
+        ),
+        tiny.dataset(),
+        processing_class=tiny.tokenizer(),
+        **extra,
+    )
+    assert trainer.accelerator.num_processes == size, "the launcher started another number of processes"
+    return trainer
+
+
+def facts(trainer: Any) -> dict[str, Any]:
+    """What shows that the backend is really the one that was asked for."""
+    wrapped = trainer.model_wrapped
+    local = 0
+    for parameter in trainer.model.parameters():
+        tensor = getattr(parameter, "ds_tensor", parameter)
+        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        local += tensor.numel()
+    return {
+        "world_size": trainer.accelerator.num_processes,
+        "type": str(trainer.accelerator.distributed_type),
+        "wrapper": type(wrapped).__name__,
+        "local_parameters": local,
+    }
+
+
+def parity(folder: Path) -> dict[str, Any]:
+    """Each trainer, full and LoRA: trains on fixed rollouts, evaluates and saves."""
+    results = {}
+    for case in CASES:
+        output = folder / case
+        trainer = make(case, output, folder.parent / "base", folder.parent / "teacher", save_strategy="no")
+        trainer.train()
+        evaluation = trainer.evaluate(tiny.dataset(4))
+        trainer.save_model(str(output / "model"))
+        results[case] = {
+            **facts(trainer),
+            "history": [entry for entry in trainer.state.log_history if "loss" in entry],
+            "evaluation": evaluation,
+            "schedule": trainer.fusion_schedule.state_dict() if hasattr(trainer, "fusion_schedule") else None,
+        }
+    return results
+
+
+def resume(folder: Path) -> dict[str, Any]:
+    """Each trainer, full and LoRA, with an optimizer that has state: stopped inside a window of reuse and resumed."""
+    results = {}
+    for case in CASES:
+        for name, checkpoint in (("whole", None), ("resumed", str(folder / "whole" / case / "checkpoint-1"))):
+            output = folder / name / case
+            options: dict[str, Any] = dict(optim="adamw_torch", learning_rate=1e-3)
+            trainer = make(
+                case, output, folder.parent / "base", folder.parent / "teacher", rollout_func=None, **options
+            )
+            trainer.train(resume_from_checkpoint=checkpoint)
+            trainer.save_model(str(output / "model"))
+            results[f"{case}-{name}"] = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return results
+
+
+def both(folder: Path) -> dict[str, Any]:
+    return {"parity": parity(folder / "parity"), "resume": resume(folder / "resume")}
+
+
+def uneven(folder: Path) -> dict[str, Any]:
+    """Ranks with very unlike work: nothing to learn from, nobody to ask, no answer, one row with a teacher."""
+    rank, _ = world()
+    base, teacher = folder.parent / "base", folder.parent / "teacher"
+    results: dict[str, Any] = {}
+
+    def one_rank(rows: Callable[[int], list[int]]) -> Any:
+        """Rollouts whose completions on rank 1 are `rows(i)`, and longer ones on rank 0."""
+
+        def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+            output = tiny.fixed_rollout(prompts, trainer)
+            if rank == 1:
+                output["completion_ids"] = [rows(i) for i in range(len(prompts))]
+            return output
+
+        return rollout
+
+    def spread_on_rank_0(completions: list[str], **kwargs: Any) -> list[float]:
+        return [float(i % 2) if rank == 0 else 1.0 for i in range(len(completions))]
+
+    named: dict[str, Any] = {"teachers": {"math": {"model_name_or_path": str(teacher)}}}
+    cases: dict[str, tuple[str, dict[str, Any]]] = {
+        # no end of sequence: every row of rank 1 is truncated and masked
+        "all masked": (
+            "saf-full",
+            dict(mask_truncated_completions=True, rollout_func=one_rank(lambda i: [7] * 8)),
+        ),
+        "no advantage": ("sapo-full", dict(reward=spread_on_rank_0)),
+        "one token": ("saf-lora", dict(rollout_func=one_rank(lambda i: [9]), teacher_max_tokens_per_batch=16)),
+        "teachers for some": ("saf-full", dict(**named, teacher_max_tokens_per_batch=16)),
+    }
+    for name, (case, options) in cases.items():
+        output = folder / name
+        trainer = make(case, output, base, teacher, save_strategy="no", **options)
+        if name == "teachers for some":
+            # on rank 1, one row of the first generation
+            names = ["math" if i < 3 else None for i in range(len(trainer.train_dataset))]
+            trainer.train_dataset = trainer.train_dataset.add_column("teacher", names)
+        trainer.train()
+        results[name] = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return results
+
+
+def raises(folder: Path) -> dict[str, Any]:
+    """A reward function that fails on rank 1 alone."""
+    rank, _ = world()
+
+    def reward(completions: list[str], **kwargs: Any) -> list[float]:
+        if rank == 1:
+            raise ZeroDivisionError("the reward of rank 1")
+        return tiny.reward(completions)
+
+    make("gspo-full", folder / "run", folder.parent / "base", folder.parent / "teacher", reward=reward).train()
+    return {}
+
+
+def no_answer(folder: Path) -> dict[str, Any]:
+    """A teacher that answers rank 0 alone; a checkpoint is asked for."""
+    rank, _ = world()
+
+    def teacher(request: Any) -> torch.Tensor:
+        if rank == 1 and teacher_calls.append(1) is None and len(teacher_calls) == 3:
+            raise TeacherError("no answer for rank 1")
+        return torch.full(request.completion_ids.shape, -1.0)
+
+    teacher_calls: list[int] = []
+    trainer = make(
+        "saf-full", folder / "run", folder.parent / "base", teacher, save_on_teacher_failure=True, num_iterations=1
+    )
+    try:
+        trainer.train()
+    except TeacherError as error:
+        return {"error": str(error), "step": trainer.state.global_step}
+    return {}
+
+
+class Killed(TrainerCallback):
+    """kill -9 of this process: in the middle of an optimizer step, or of the writing of a checkpoint."""
+
+    def __init__(self, trainer: Any, where: str) -> None:
+        self._where = where
+        save_rng_state = trainer._save_rng_state
+
+        def save(*args: Any) -> None:
+            if where == "checkpoint" and trainer.state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            save_rng_state(*args)
+
+        trainer._save_rng_state = save
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._where == "step" and state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(folder: Path) -> dict[str, Any]:
+    """Is killed at `where`; the next run of this scenario goes on from the newest good checkpoint."""
+    where = folder.name
+    again = (folder / "run").exists()
+    if dist.is_initialized():
+        dist.barrier()
+    options: dict[str, Any] = dict(optim="adamw_torch", learning_rate=1e-3, rollout_func=None)
+    trainer = make("saf-full", folder / "run", folder.parent / "base", folder.parent / "teacher", **options)
+    if not again:
+        trainer.add_callback(Killed(trainer, where))
+    trainer.train(resume_from_checkpoint=True if again else None)
+    trainer.save_model(str(folder / "model"))
+    return {"history": [entry for entry in trainer.state.log_history if "loss" in entry]}
+
+
+SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    function.__name__: function for function in (both, uneven, raises, no_answer, killed)
+}
+
+
+def main(scenario: str, folder: Path) -> None:
+    rank, _ = world()
+    results = SCENARIOS[scenario](folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"rank{rank}.json").write_text(json.dumps(results))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # an abort while the interpreter shuts down says nothing about the results
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
