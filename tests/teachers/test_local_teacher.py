@@ -174,7 +174,7 @@ class TestEndOfSequence:
         ):
             teacher(model, tokenizer=other)
 
-    @pytest.mark.parametrize("declared", [1, [3, 1]])
+    @pytest.mark.parametrize("declared", [1, [3, 1], [0, 1]])
     def test_one_that_the_generation_config_lists_is_accepted(self, declared: Any) -> None:
         model = tiny.model(3)
         model.generation_config.eos_token_id = declared

@@ -21,7 +21,7 @@ import torch
 from teachers import fault_proxy
 from teachers.fault_proxy import FaultProxy
 
-from trl_softgate.teachers import TeacherRequest, server
+from trl_softgate.teachers import TeacherRequest, http, server
 from trl_softgate.teachers.base import TeacherError, start
 from trl_softgate.teachers.server import ServerTeacher
 
@@ -85,7 +85,7 @@ def teacher(urls: Any, **kwargs: Any) -> ServerTeacher:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_FIRST_WAIT", 0.01)
+    monkeypatch.setattr(http, "FIRST_WAIT", 0.01)
 
 
 @pytest.fixture
@@ -376,7 +376,7 @@ class TestFaults:
         with pytest.raises(TeacherError, match="status 400"):
             made(request(12))
         assert time.monotonic() - begin < 2
-        while any(thread.name == server._THREAD_NAME for thread in threading.enumerate()):
+        while any(thread.name == http.THREAD_NAME for thread in threading.enumerate()):
             assert time.monotonic() - begin < 2
             time.sleep(0.01)
         assert proxy.scored <= 4
@@ -401,8 +401,8 @@ class TestFaults:
     def test_waits_grow_and_leave_the_random_numbers_alone(
         self, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(server, "_FIRST_WAIT", 0.1)
-        monkeypatch.setattr(server, "_LONGEST_WAIT", 0.4)
+        monkeypatch.setattr(http, "FIRST_WAIT", 0.1)
+        monkeypatch.setattr(http, "LONGEST_WAIT", 0.4)
         proxy.faults = itertools.repeat(fault_proxy.status(500))
         state = random.getstate()
         begin = time.monotonic()

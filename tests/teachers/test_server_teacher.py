@@ -19,9 +19,8 @@ from teachers import fault_proxy, vllm_server
 from teachers.fault_proxy import FaultProxy
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from trl_softgate.teachers import LocalTeacher, TeacherRequest, server
-from trl_softgate.teachers.base import TeacherError
-from trl_softgate.teachers.server import ServerTeacher
+from trl_softgate import SAFDistillConfig, SAFDistillTrainer
+from trl_softgate.teachers import LocalTeacher, ServerTeacher, TeacherError, TeacherRequest, http
 
 ROOT = Path(__file__).parents[2]
 
@@ -147,7 +146,7 @@ class TestTiny:
     @pytest.fixture(autouse=True)
     def key(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TEACHER_KEY", "sesame")
-        monkeypatch.setattr(server, "_FIRST_WAIT", 0.05)
+        monkeypatch.setattr(http, "FIRST_WAIT", 0.05)
 
     def teacher(self, urls: Any, **kwargs: Any) -> ServerTeacher:
         return ServerTeacher(urls, **{"tokenizer": tiny.tokenizer(), "api_key_env": "TEACHER_KEY", **kwargs})
@@ -239,6 +238,39 @@ class TestTiny:
     def test_one_of_two_is_dead(self, url: str, asked: TeacherRequest, right: torch.Tensor) -> None:
         scores = self.teacher(["http://127.0.0.1:9", url], max_retries=1)(asked)
         assert difference(scores, right, asked)[0] < 5e-4
+
+    def trainer(self, output_dir: Path, **kwargs: Any) -> SAFDistillTrainer:
+        options: dict[str, Any] = (
+            dict(teacher_server_api_key_env="TEACHER_KEY") if "teacher_server_url" in kwargs else {}
+        )
+        return SAFDistillTrainer(
+            tiny.model(),
+            tiny.reward,
+            tiny.config(SAFDistillConfig, output_dir, opd_warmup_steps=0, max_steps=4, **options, **kwargs),
+            tiny.dataset(),
+            processing_class=tiny.tokenizer(),
+            rollout_func=tiny.fixed_rollout,
+        )
+
+    def test_trains_as_with_the_local_teacher(self, url: str, tiny_folder: Path, tmp_path: Path) -> None:
+        def logged(**kwargs: Any) -> list[float]:
+            made = self.trainer(tmp_path, num_iterations=2, **kwargs)
+            made.train()
+            return [entry["distill/kl"] for entry in made.state.log_history if "distill/kl" in entry]
+
+        served = logged(teacher_server_url=[url])
+        assert len(served) == 4
+        assert served == pytest.approx(logged(teacher_model_name_or_path=str(tiny_folder)), rel=1e-4)
+
+    def test_a_server_that_dies_in_training_leaves_a_checkpoint(self, proxy: FaultProxy, tmp_path: Path) -> None:
+        # each step asks for four rows
+        proxy.faults = itertools.chain([None] * 9, itertools.repeat(fault_proxy.drop))
+        made = self.trainer(
+            tmp_path, teacher_server_url=proxy.url, teacher_server_max_retries=1, save_on_teacher_failure=True
+        )
+        with pytest.raises(TeacherError, match=f"{proxy.url}.*the connection broke"):
+            made.train()
+        assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
 @pytest.fixture(scope="class")

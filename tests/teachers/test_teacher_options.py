@@ -162,10 +162,10 @@ class TestEffect:
         assert value != DEFAULTS[name]
         made = options(**{name: value}, **({} if source is None else {source: SOURCES[source]}))
         if source in places:
-            made.check_unused(options(), source)
+            made.check_unused(options(), *([] if source is None else [source]))
             return
         with pytest.raises(ValueError, match=f"`teacher_{name}` has no effect without `teacher_({'|'.join(places)})`"):
-            made.check_unused(options(), source)
+            made.check_unused(options(), *([] if source is None else [source]))
 
     @pytest.mark.parametrize("name", OF_A_SOURCE)
     def test_and_so_it_is_by_the_trainer(self, name: str) -> None:

@@ -255,6 +255,36 @@ class TestFailure:
         assert SAFDistillConfig.teacher_self_test is True
 
 
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("teacher", "options", "message"),
+        [
+            (Recording(), dict(teacher_column="subject"), "`teacher_column` has no effect"),
+            ({"math": Recording()}, dict(teacher_server_timeout=9.0), "`teacher_server_timeout` has no effect"),
+            ({"math": Recording()}, dict(teacher_device="cpu"), "`teacher_device` has no effect"),
+            ({"math": Recording()}, dict(teachers={"math": {"adapter": "base"}}), "A teacher is named twice"),
+            ("here", dict(teacher_adapter="there"), "named twice, by `teacher_model` and by `args.teacher_adapter`"),
+        ],
+    )
+    def test_an_option_that_no_teacher_has_a_use_for(
+        self, teacher: Any, options: dict[str, Any], message: str, tmp_path: Path
+    ) -> None:
+        with pytest.raises(ValueError, match=message):
+            trainer(tmp_path, teacher, **options)
+
+    def test_a_tokenizer_of_no_teacher(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="which is no teacher"):
+            SAFDistillTrainer(
+                tiny.model(),
+                tiny.reward,
+                tiny.config(SAFDistillConfig, tmp_path, opd_warmup_steps=0),
+                dataset(),
+                processing_class=tiny.tokenizer(),
+                teacher_model={"math": Recording()},
+                teacher_processing_class={"maths": tiny.tokenizer()},
+            )
+
+
 class TestKinds:
     def test_adapter_and_its_merged_copy_train_the_same(self, tmp_path: Path) -> None:
         base = tmp_path / "base"

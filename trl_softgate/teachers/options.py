@@ -120,18 +120,18 @@ class TeacherOptions:
         """Name of the option that says where the teacher is."""
         return next(iter(self._named()), None)
 
-    def check_unused(self, defaults: "TeacherOptions", source: str | None) -> None:
-        """Refuse options that differ from `defaults` and do not matter to a teacher from `source`.
+    def check_unused(self, defaults: "TeacherOptions", *sources: str) -> None:
+        """Refuse options that differ from `defaults` and matter to no teacher of `sources`.
 
         Raises:
             ValueError: there is such an option.
         """
+        used = {name for source in sources for name in _SOURCES[source]}
         for place, names in _SOURCES.items():
             for name in names:
-                changed = getattr(self, name) != getattr(defaults, name)
-                if changed and place != source and (source is None or name not in _SOURCES[source]):
+                if name not in used and getattr(self, name) != getattr(defaults, name):
                     raise ValueError(f"`teacher_{name}` has no effect without `teacher_{place}`: leave it out.")
-        if source is None:
+        if not sources:
             for name in _PROMPT:
                 if getattr(self, name) != getattr(defaults, name):
                     raise ValueError(f"`teacher_{name}` has no effect without a teacher: name one, or leave it out.")

@@ -369,21 +369,22 @@ def _teacher_sources(
         sources |= {name: (args._teacher_options(name), None) for name in args.teachers}
     elif common.source is not None:
         sources = {None: (common, None)}
-    if None in sources:
-        model = sources[None][1]
-        by_model = "callable" if _is_function(model) else "model_name_or_path"
-        common.check_unused(defaults, common.source if model is None else by_model)
+    kinds = [
+        str(options.source) if model is None else "callable" if _is_function(model) else "model_name_or_path"
+        for options, model in sources.values()
+    ]
+    common.check_unused(defaults, *kinds)
+    if (None in sources or not sources) and args.teacher_column != args._default("teacher_column"):
+        raise ValueError("`teacher_column` has no effect without `teachers` by name: leave it out.")
     if sources and any(isinstance(callback, TeacherLogprobsCallback) for callback in callbacks):
         raise ValueError("There are two teachers, that of the trainer and a TeacherLogprobsCallback: keep one.")
-    if not sources:
-        common.check_unused(defaults, None)
-        if args.opd_coef != 0 and not any(hasattr(callback, "on_rollout") for callback in callbacks):
-            raise ValueError(
-                "SAF distillation needs a source of teacher log-probabilities: pass `teacher_model`, set one of "
-                "`teacher_model_name_or_path`, `teacher_adapter`, `teacher_server_url`, `teacher_callable` and "
-                "`teachers`, or add a callback whose `on_rollout` fills `rollout['teacher_per_token_logps']` "
-                "(TeacherLogprobsCallback). For none, set `opd_coef=0`."
-            )
+    if not sources and args.opd_coef != 0 and not any(hasattr(callback, "on_rollout") for callback in callbacks):
+        raise ValueError(
+            "SAF distillation needs a source of teacher log-probabilities: pass `teacher_model`, set one of "
+            "`teacher_model_name_or_path`, `teacher_adapter`, `teacher_server_url`, `teacher_callable` and "
+            "`teachers`, or add a callback whose `on_rollout` fills `rollout['teacher_per_token_logps']` "
+            "(TeacherLogprobsCallback). For none, set `opd_coef=0`."
+        )
     return sources
 
 
@@ -496,6 +497,8 @@ class SAFDistillTrainer(BasePolicyTrainer):
             shard=functools.partial(shard_frozen, accelerator=self.accelerator) if sharded else None,
             most=self._most if sharded else None,
         )
+        if isinstance(processing_class, dict) and (unknown := processing_class.keys() - sources.keys()):
+            raise ValueError(f"`teacher_processing_class` names {sorted(unknown)}, which is no teacher.")
         teachers: dict[str | None, Teacher] = {}
         own = {id(parameter) for parameter in self.model.parameters()}
         for name, (options, model) in sources.items():
