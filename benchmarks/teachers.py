@@ -170,6 +170,7 @@ def main() -> None:
     parser.add_argument("--max_tokens", type=int, default=256, help="longest completion; the mean is a quarter")
     parser.add_argument("--budget", type=int, default=4096, help="teacher_max_tokens_per_batch")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--cases", nargs="+", choices=[*SCORING, *TRAINING], default=[*SCORING, *TRAINING])
     parser.add_argument("--output", default="benchmarks/out/teachers.json")
     parser.add_argument("--case", choices=[*SCORING, *TRAINING], help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -183,13 +184,13 @@ def main() -> None:
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         args.adapter = args.adapter or make_adapter(args.model, folder)
-        for case in (*SCORING, *TRAINING):
+        for case in args.cases:
             if case != "server" or args.server_url:
                 print(f"{case} ...", file=sys.stderr)
                 results[case] = run_case(case, args)
 
     table = Table("teacher", "rows/s", "spread", "seconds / local", "mean log-prob", title=f"{args.rows} rows")
-    local = statistics.median(results["local"]["seconds"])
+    local = statistics.median(results["local"]["seconds"]) if "local" in results else float("nan")
     for case in SCORING:
         if case in results:
             seconds = results[case]["seconds"]
@@ -202,8 +203,9 @@ def main() -> None:
             )
     memory = Table("run", "peak MiB", "over LoRA-GRPO", title="LoRA student, peak memory of the process")
     for case in TRAINING:
-        peak = results[case]["peak_mib"]
-        memory.add_row(case, f"{peak:.0f}", f"{peak - results['lora-grpo']['peak_mib']:+.0f}")
+        if case in results and "lora-grpo" in results:
+            peak = results[case]["peak_mib"]
+            memory.add_row(case, f"{peak:.0f}", f"{peak - results['lora-grpo']['peak_mib']:+.0f}")
     Console().print(table, memory)
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     Path(args.output).write_text(json.dumps({"arguments": vars(args), "results": results}, indent=1) + "\n")

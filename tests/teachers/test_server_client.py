@@ -120,9 +120,9 @@ class TestOptions:
         assert teacher(f"https://[::1]:8000/a/b{end}").urls == ["https://[::1]:8000/a/b"]
 
     def test_no_urls(self) -> None:
-        with pytest.raises(ValueError, match="`urls` is empty"):
+        with pytest.raises(ValueError, match="`teacher_server_url` is empty"):
             teacher([])
-        with pytest.raises(ValueError, match="must be strings"):
+        with pytest.raises(ValueError, match="must be a text"):
             teacher([8000])
 
     @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ class TestOptions:
 
     def test_two_ways_to_authenticate(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TEACHER_KEY", KEY)
-        with pytest.raises(ValueError, match="Both `api_key_env` and `user:password@`"):
+        with pytest.raises(ValueError, match="Both `teacher_server_api_key_env` and `user:password@`"):
             teacher("http://me:word@localhost:1", api_key_env="TEACHER_KEY")
         with pytest.raises(ValueError, match="different credentials"):
             teacher(["http://me:word@localhost:1", "http://localhost:2"])
@@ -325,13 +325,13 @@ class TestFaults:
     @pytest.mark.parametrize(
         "fault, message",
         [
-            (fault_proxy.delay(20), "no complete answer within 0.5 s.*raise `timeout`"),
+            (fault_proxy.delay(20), "no complete answer within 0.5 s.*raise `teacher_server_timeout`"),
             (fault_proxy.drop, "the connection broke .*Remote end closed.*server's log"),
             (fault_proxy.truncate, "the connection broke .*bytes read.*server's log"),
             (fault_proxy.drip, "no complete answer within 0.5 s"),
             (fault_proxy.drip_headers, "no complete answer within 0.5 s"),
             (fault_proxy.flood, "more than .* bytes.*Is this a `vllm serve`"),
-            (fault_proxy.status(429), r"the status was 429 \(no luck\).*lower `concurrency`"),
+            (fault_proxy.status(429), r"the status was 429 \(no luck\).*lower `teacher_server_concurrency`"),
             (fault_proxy.status(500, b'{"error": "flat"}'), r"the status was 500 \(flat\).*server's log"),
             (fault_proxy.status(500, b""), r"the status was 500 \(empty body\)"),
             (fault_proxy.garbage, r"the answer is no JSON \(<html>502 Bad Gateway</html>\).*Is this a `vllm serve`"),
@@ -355,8 +355,8 @@ class TestFaults:
         "code, message",
         [
             (400, r"with status 400: no luck\. The row has 1 prompt and 6 completion .*`--max-model-len 8`"),
-            (401, "`api_key_env`"),
-            (404, "a `model` that the server lists"),
+            (401, "`teacher_server_api_key_env`"),
+            (404, "a `teacher_server_model` that the server lists"),
             (422, "status 422: no luck"),
             (307, "Check the URL"),
         ],
@@ -496,7 +496,9 @@ class TestProbe:
 
     def test_several_models(self, proxy: FaultProxy, stand_in: StandIn) -> None:
         stand_in.cards.append({"id": "adapter", "max_model_len": None, "parent": "teacher"})
-        with pytest.raises(ValueError, match="has 2 models .'teacher', 'adapter'.: say which one .* `model`"):
+        with pytest.raises(
+            ValueError, match="has 2 models .'teacher', 'adapter'.: say which .*`teacher_server_model`"
+        ):
             teacher(proxy.url).probe(8)
         teacher(proxy.url, model="adapter").probe(8)
 
@@ -613,5 +615,5 @@ class TestProbe:
         with pytest.raises(ValueError, match="prompt logprobs of 20 > 5.*start it with `--max-logprobs 20`"):
             teacher(proxy.url).probe(8)
         proxy.faults = iter([fault_proxy.status(401, b'{"error": "Unauthorized"}')])
-        with pytest.raises(ValueError, match="status 401: Unauthorized.*`api_key_env`"):
+        with pytest.raises(ValueError, match="status 401: Unauthorized.*`teacher_server_api_key_env`"):
             teacher(proxy.url).probe(8)

@@ -172,9 +172,9 @@ class TestTiny:
             self.teacher(url, model="other")(too_long)
         monkeypatch.setenv("TEACHER_KEY", "simsala")
         for refused in (self.teacher(url), self.teacher(url, api_key_env=None)):
-            with pytest.raises(TeacherError, match="status 401: .*`api_key_env`"):
+            with pytest.raises(TeacherError, match="status 401: .*`teacher_server_api_key_env`"):
                 refused(too_long)
-            with pytest.raises(ValueError, match="status 401: .*`api_key_env`"):
+            with pytest.raises(ValueError, match="status 401: .*`teacher_server_api_key_env`"):
                 refused.probe(8)
 
     @pytest.fixture

@@ -269,3 +269,70 @@ def test_second_training_starts_over(tmp_path: Path) -> None:
     generated = count_generations(trainer)
     trainer.train()
     assert generated == [0]
+
+
+class TestCompleteness:
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> Path:
+        make_trainer("gspo", "2 slices twice", tmp_path, max_steps=3).train()
+        return tmp_path
+
+    def resumed_from(self, trainer: Any, **kwargs: Any) -> int:
+        steps: list[int] = []
+
+        class Begin(TrainerCallback):
+            def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                steps.append(state.global_step)
+
+        trainer.add_callback(Begin())
+        trainer.train(**kwargs)
+        return steps[0]
+
+    def test_every_checkpoint_that_was_written_is_marked(self, run: Path) -> None:
+        assert sorted(path.parent.name for path in run.glob("checkpoint-*/softgate_complete")) == [
+            f"checkpoint-{step}" for step in (1, 2, 3)
+        ]
+
+    def test_the_newest_complete_one_is_taken(self, run: Path) -> None:
+        (run / "checkpoint-3" / "softgate_complete").unlink()
+        (run / "checkpoint-7").mkdir()
+        trainer = make_trainer("gspo", "2 slices twice", run, max_steps=4)
+        assert self.resumed_from(trainer, resume_from_checkpoint=True) == 2
+
+    def test_an_incomplete_one_is_refused_by_name(self, run: Path) -> None:
+        (run / "checkpoint-3" / "softgate_complete").unlink()
+        trainer = make_trainer("gspo", "2 slices twice", run, max_steps=4, resume_inexact=True)
+        with pytest.raises(ValueError, match="was cut off: resume from an older one"):
+            trainer.train(resume_from_checkpoint=str(run / "checkpoint-3"))
+
+    def test_one_that_is_written_again_is_incomplete_meanwhile(
+        self, run: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        trainer = make_trainer("gspo", "2 slices twice", run, max_steps=3)
+        marked: list[bool] = []
+        save_rng_state = trainer._save_rng_state
+
+        def save(folder: str) -> None:
+            marked.append((Path(folder) / "softgate_complete").exists())
+            save_rng_state(folder)
+
+        monkeypatch.setattr(trainer, "_save_rng_state", save)
+        trainer.train()
+        assert marked == [False] * 3
+
+    def test_an_older_one_goes_only_when_the_new_one_is_complete(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        trainer = make_trainer("gspo", "2 slices twice", tmp_path, max_steps=3, save_total_limit=1)
+        before: list[int] = []
+        wait = trainer.accelerator.wait_for_everyone
+
+        def waited() -> None:
+            before.append(len(list(tmp_path.glob("checkpoint-*"))))
+            wait()
+
+        monkeypatch.setattr(trainer.accelerator, "wait_for_everyone", waited)
+        trainer.train()
+        # the last call in each save comes before the mark, and the older checkpoint is still there
+        assert max(before) == 2
+        assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]

@@ -66,7 +66,7 @@ class Client:
                 raise ValueError(f"`{name}` must be a whole number, got {value!r}.")
         parsed = [_parse_url(url) for url in ([urls] if isinstance(urls, str) else urls)]
         if not parsed:
-            raise ValueError('`urls` is empty: give the server\'s, e.g. "http://127.0.0.1:8000".')
+            raise ValueError('`teacher_server_url` is empty: give the server\'s, e.g. "http://127.0.0.1:8000".')
         self.urls = [url for url, _ in parsed]
         self.concurrency = concurrency
         self.timeout = float(timeout)
@@ -140,7 +140,8 @@ class Client:
                 if attempt.expired or isinstance(error, urllib3.exceptions.ReadTimeoutError):
                     raise Retry(
                         f"there was no complete answer within {self.timeout:g} s",
-                        "Look at the server's log; raise `timeout` or lower `concurrency` if it is only slow.",
+                        "Look at the server's log; raise `teacher_server_timeout` or lower "
+                        "`teacher_server_concurrency` if it is only slow.",
                     ) from None
                 raise _broken(error) from None
             if attempt.expired:
@@ -151,7 +152,7 @@ class Client:
         if status in (408, 429) or status >= 500:
             raise Retry(
                 f"the status was {status} ({_message(answer)})",
-                "Look at the server's log; lower `concurrency` if it is overloaded.",
+                "Look at the server's log; lower `teacher_server_concurrency` if it is overloaded.",
                 _retry_after(headers.get("Retry-After")),
             )
         if status != 200:
@@ -185,11 +186,12 @@ class Client:
             response.release_conn()
 
     def _refuse(self, url: str, status: int, answer: str, hint: str) -> NoReturn:
+        key = "Name the environment variable of the API key by `teacher_server_api_key_env`, and check its value."
         advice = {
             400: hint,
-            401: "Name the environment variable that holds the API key with `api_key_env`, and check its value.",
-            403: "Name the environment variable that holds the API key with `api_key_env`, and check its value.",
-            404: f"Give a `model` that the server lists at /v1/models. {NOT_VLLM}",
+            401: key,
+            403: key,
+            404: f"Give a `teacher_server_model` that the server lists at /v1/models. {NOT_VLLM}",
         }.get(status, "Check the URL." if 300 <= status < 400 else "")
         answer = self._without_secrets(answer)
         text = f"The teacher at {url} refused the request with status {status}: {answer}. {advice}"
@@ -397,7 +399,7 @@ def _parse_url(url: str) -> tuple[str, str | None]:
         ValueError: it is no http(s) URL of a host. Shows the URL without credentials.
     """
     if not isinstance(url, str):
-        raise ValueError(f'`urls` must be strings, e.g. "http://127.0.0.1:8000", got {type(url).__name__}.')
+        raise ValueError(f'`teacher_server_url` must be a text, e.g. "http://127.0.0.1:8000", got {url!r}.')
     shown = re.split(r"[?#]", url.rpartition("@")[2])[0]
     try:
         parts = urllib.parse.urlsplit(url)
@@ -419,17 +421,22 @@ def _headers(urls: Iterable[tuple[str, str | None]], api_key_env: str | None) ->
     headers = {"Accept": "application/json", "Content-Type": "application/json"}
     users = {user for _, user in urls}
     if len(users) > 1:
-        raise ValueError("The `urls` have different credentials: give all of them the same `user:password@`, or none.")
+        raise ValueError(
+            "The addresses in `teacher_server_url` have different credentials: give all of them the same "
+            "`user:password@`, or none."
+        )
     user = users.pop() if users else None
     key = None
     if api_key_env is not None:
         if user is not None:
-            raise ValueError("Both `api_key_env` and `user:password@` in the URL say how to authenticate: keep one.")
+            raise ValueError(
+                "Both `teacher_server_api_key_env` and `user:password@` in the URL say how to authenticate: keep one."
+            )
         key = os.environ.get(api_key_env)
         if not key:
             raise ValueError(
-                f"`api_key_env` names the environment variable {api_key_env!r}, which is not set: export the server's "
-                "API key in it, or leave `api_key_env` out."
+                f"`teacher_server_api_key_env` names the environment variable {api_key_env!r}, which is not set: "
+                "export the server's API key in it, or leave the option out."
             )
         if not re.fullmatch(r"[\x21-\x7e]+", key):
             raise ValueError(

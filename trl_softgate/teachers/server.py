@@ -132,7 +132,7 @@ class ServerTeacher:
             served = ", ".join(f"{name!r} at {url}" for url, name in zip(self.urls, names, strict=True))
             raise ValueError(
                 f"The servers have different models: {served}. Start them with the same `--served-model-name`, or "
-                "give `urls` of one model."
+                "give `teacher_server_url` of one model."
             )
         self.model = names[0]
         self._limit = min(limit for _, limit in found) - 1
@@ -187,13 +187,13 @@ class ServerTeacher:
             if len(served) != 1:
                 raise ValueError(
                     f"The server at {url} has {len(served)} models ({', '.join(map(repr, served))}): say which one is "
-                    "the teacher with `model`."
+                    "the teacher with `teacher_server_model`."
                 )
             name = next(iter(served))
         elif name not in served:
             raise ValueError(
                 f"The server at {url} does not have the model {name!r}, but {', '.join(map(repr, served))}: give one "
-                f"of these as `model`, or start it with `--served-model-name {name}`."
+                f"of these as `teacher_server_model`, or start it with `--served-model-name {name}`."
             )
         limit = served[name]
         if limit is None:

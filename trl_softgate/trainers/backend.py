@@ -19,12 +19,10 @@ def check_backend(args: Any, accelerator: Any) -> None:
             "FSDP version 1 is not supported (its full state dict fails with TRL's models): set `fsdp_version: 2`, as "
             "in recipes/accelerate/fsdp2.yaml."
         )
-    config = args.accelerator_config
-    kwargs = config.get("gradient_accumulation_kwargs") if isinstance(config, dict) else None
-    kwargs = kwargs if isinstance(config, dict) else getattr(config, "gradient_accumulation_kwargs", None)
     stated = {
         "`gradient_accumulation_steps` of accelerate": os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
-        "`num_steps` of `accelerator_config`": (kwargs or {}).get("num_steps"),
+        # transformers has put it in place of the trainer's
+        "`num_steps` of `accelerator_config`": args.gradient_accumulation_steps,
     }
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         own = accelerator.state.deepspeed_plugin.hf_ds_config.config
