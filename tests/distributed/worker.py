@@ -42,6 +42,8 @@ METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
 }
 CASES = [f"{method}-{kind}" for method in METHODS for kind in ("full", "lora")]
+# the student's base model as the teacher: its forward gathers what the backend has spread
+METHODS["base"] = (SAFDistillTrainer, SAFDistillConfig, {**METHODS["saf"][2], "teacher_adapter": "base"})
 
 World = tuple[int, int]
 
@@ -123,7 +125,7 @@ def facts(trainer: Any) -> dict[str, Any]:
 def parity(folder: Path) -> dict[str, Any]:
     """Each trainer, full and LoRA: trains on fixed rollouts, evaluates and saves."""
     results = {}
-    for case in CASES:
+    for case in (*CASES, "base-lora"):
         output = folder / case
         trainer = make(case, output, folder.parent / "base", folder.parent / "teacher", save_strategy="no")
         trainer.train()

@@ -67,9 +67,10 @@ def test_every_row_is_in_one_batch_within_the_budget(lengths: list[int], max_tok
     assert sorted(i for batch in batches for i in batch) == [i for i, n in enumerate(lengths) if n > 0]
     for batch in batches:
         assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= max_tokens
+        assert min(lengths[i] for i in batch) >= 0.8 * max(lengths[i] for i in batch)
     # no two neighbors would have fitted together
     for one, other in zip(batches, batches[1:], strict=False):
-        assert (len(one) + 1) * lengths[one[0]] > max_tokens
+        assert (len(one) + 1) * lengths[one[0]] > max_tokens or lengths[other[0]] < 0.8 * lengths[one[0]]
         assert lengths[one[-1]] >= lengths[other[0]]
 
 

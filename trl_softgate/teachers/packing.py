@@ -6,20 +6,25 @@ import torch
 
 from .base import TeacherRequest
 
+_SHORTEST = 0.8
+
 ScoreFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def pack_rows(lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Row indices, longest first, in batches whose rows times longest row stay within `max_tokens`.
+    """Row indices, longest first, in batches of rows of similar length.
 
-    A row that is longer than `max_tokens` has a batch of its own; an empty row is in none.
+    Rows times longest row stay within `max_tokens`, and the shortest row is `_SHORTEST` of the longest or more: at most a
+    fifth is padding, and lengths that differ by a factor of 100 take 21 batches. A row that is longer than `max_tokens`
+    has a batch of its own; an empty row is in none.
     """
     batches: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if lengths[i] == 0:
             continue
         # the first row of a batch is its longest
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= max_tokens:
+        longest = lengths[batches[-1][0]] if batches else 0
+        if batches and (len(batches[-1]) + 1) * longest <= max_tokens and lengths[i] >= _SHORTEST * longest:
             batches[-1].append(i)
         else:
             batches.append([i])
