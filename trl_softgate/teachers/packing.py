@@ -14,9 +14,9 @@ ScoreFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tenso
 def pack_rows(lengths: list[int], max_tokens: int) -> list[list[int]]:
     """Row indices, longest first, in batches of rows of similar length.
 
-    Rows times longest row stay within `max_tokens`, and the shortest row is `_SHORTEST` of the longest or more: at most a
-    fifth is padding, and lengths that differ by a factor of 100 take 21 batches. A row that is longer than `max_tokens`
-    has a batch of its own; an empty row is in none.
+    Rows times longest row stay within `max_tokens`, and the shortest row is `_SHORTEST` of the longest or more: at
+    most a fifth is padding, and lengths that differ by a factor of 100 take 21 batches. A row that is longer than
+    `max_tokens` has a batch of its own; an empty row is in none.
     """
     batches: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
