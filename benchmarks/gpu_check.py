@@ -49,6 +49,7 @@ class Case:
     attention: str = "sdpa"
 
 
+HEAD = "log-probs, fused LM head"
 CASES: dict[str, Case] = {
     "stock GRPO, bf16": Case("GRPOTrainer"),
     "GSPO, bf16": Case("GSPOTrainer"),
@@ -60,6 +61,7 @@ CASES: dict[str, Case] = {
     "SAPO, LoRA": Case(lora=True),
     "SAPO, QLoRA": Case(needs=("bitsandbytes",), lora=True, quantized=True),
     "SAF, LoRA, base teaches": Case("SAFDistillTrainer", options={"teacher_adapter": "base"}, lora=True),
+    HEAD: Case(),
     "SAF, ZeRO-3": Case("SAFDistillTrainer", needs=("deepspeed",), teacher=True, backend="zero3"),
 }
 
@@ -171,6 +173,39 @@ def train(case: Case, model: str, folder: str, cpu: bool) -> dict[str, Any]:
     return {"seconds": statistics.median(seconds[1:]), "peak_mib": peak}
 
 
+def head(model: str, cpu: bool) -> dict[str, Any]:
+    """Log-probabilities of 8 long rows, with backward, by the fused LM head; and the peak with logits in full."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from trl.trainer.utils import add_fused_lm_head
+
+    device = torch.device("cpu" if cpu else "cuda")
+    made: Any = AutoModelForCausalLM.from_pretrained(model, dtype="float32" if cpu else "bfloat16").to(device)
+    add_fused_lm_head(made)
+    ids = torch.randint(3, 13, (8, 32 if cpu else 1024), device=device)
+    peaks, values = [], []
+    for fused in (True, False):
+        if not cpu:
+            torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
+        if fused:
+            logps = made(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
+        else:
+            logits = made(input_ids=ids).logits[:, :-1].float()
+            logps = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[:, :, 0]
+        logps.sum().backward()
+        values.append(logps.detach())
+        if not cpu:
+            torch.cuda.synchronize()
+            peaks.append(torch.cuda.max_memory_allocated() / 2**20)
+        if fused:
+            seconds = time.perf_counter() - begin
+    difference = (values[0] - values[1]).abs().max().item()
+    assert difference < (1e-4 if cpu else 0.2), f"the fused LM head is off by {difference}"
+    result = {"seconds": seconds, "peak_mib": peaks[0] if peaks else 0}
+    return result if cpu else {**result, "status": f"ok; with logits in full {peaks[1]:.0f} MiB"}
+
+
 def run(name: str, model: str, cpu: bool) -> dict[str, Any]:
     case = CASES[name]
     if cpu and case.backend is not None:
@@ -207,7 +242,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.case:
         with tempfile.TemporaryDirectory() as folder:
-            print("RESULT", json.dumps(train(CASES[args.case], args.model, folder, args.cpu)), flush=True)
+            if args.case == HEAD:
+                result = head(args.model, args.cpu)
+            else:
+                result = train(CASES[args.case], args.model, folder, args.cpu)
+            print("RESULT", json.dumps(result), flush=True)
         os._exit(0)  # process groups that are still open have nothing more to say
 
     import torch
@@ -237,7 +276,7 @@ def main() -> None:
             name,
             result["status"],
             "" if seconds is None else f"{seconds:.3f}",
-            "" if seconds is None or stock is None else f"{seconds / stock:.2f}",
+            "" if seconds is None or stock is None or name == HEAD else f"{seconds / stock:.2f}",
             f"{result['peak_mib']:.0f}" if result.get("peak_mib") else "",
         )
     Console().print(table)

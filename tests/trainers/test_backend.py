@@ -55,6 +55,13 @@ def test_fsdp_1(tmp_path: Path) -> None:
         check_backend(args, accelerator(DistributedType.FSDP, fsdp_plugin=SimpleNamespace(fsdp_version=1)))
 
 
+def test_checkpoints_of_sgd_under_fsdp2(tmp_path: Path) -> None:
+    fsdp = accelerator(DistributedType.FSDP, fsdp_plugin=SimpleNamespace(fsdp_version=2))
+    with pytest.raises(ValueError, match="cannot be resumed.*adamw_torch"):
+        check_backend(tiny.config(GSPOConfig, tmp_path, optim="sgd", save_strategy="steps"), fsdp)
+    check_backend(tiny.config(GSPOConfig, tmp_path, optim="sgd"), fsdp)
+
+
 def test_what_is_sharded() -> None:
     assert is_sharded(accelerator(DistributedType.FSDP))
     assert is_sharded(deepspeed("auto", stage=3))

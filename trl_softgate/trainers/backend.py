@@ -12,12 +12,18 @@ def check_backend(args: Any, accelerator: Any) -> None:
     """Refuse a backend that cannot work, and settings of it that contradict the trainer's.
 
     Raises:
-        ValueError: FSDP version 1, or another number of accumulation steps than the trainer's.
+        ValueError: FSDP version 1, checkpoints that could not be resumed, or another number of accumulation steps than
+            the trainer's.
     """
     if accelerator.distributed_type == DistributedType.FSDP and accelerator.state.fsdp_plugin.fsdp_version == 1:
         raise ValueError(
             "FSDP version 1 is not supported (its full state dict fails with TRL's models): set `fsdp_version: 2`, as "
             "in recipes/accelerate/fsdp2.yaml."
+        )
+    if accelerator.distributed_type == DistributedType.FSDP and args.optim == "sgd" and args.save_strategy != "no":
+        raise ValueError(
+            "Checkpoints of plain SGD under FSDP2 cannot be resumed: PyTorch's `set_optimizer_state_dict` stops at an "
+            "optimizer without state. Use an optimizer with moments (`optim='adamw_torch'`) or `save_strategy='no'`."
         )
     stated = {
         "`gradient_accumulation_steps` of accelerate": os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
