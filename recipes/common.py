@@ -14,6 +14,11 @@ def make_parser(config_class: type[GRPOConfig], description: str | None = None) 
     return TrlParser((ReasoningGymArguments, config_class, ModelConfig), description=description)  # pyright: ignore[reportArgumentType]
 
 
+def checkpoint_of(value: str | bool | None) -> str | bool | None:
+    """`--resume_from_checkpoint true`, a text on the command line, is the newest complete checkpoint."""
+    return True if str(value).lower() == "true" else value
+
+
 def run(
     trainer_class: type[GRPOTrainer], config_class: type[GRPOConfig], description: str | None = None
 ) -> GRPOTrainer:
@@ -42,7 +47,7 @@ def run(
         peft_config=get_peft_config(model_args),
         quantization_config=get_quantization_config(model_args),
     )
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=checkpoint_of(training_args.resume_from_checkpoint))
     trainer.save_model(training_args.output_dir)
     trainer.save_state()  # trainer_state.json holds all logged metrics
     trainer.accelerator.print(f"Saved to {training_args.output_dir}.")

@@ -107,6 +107,14 @@ def test_model_is_asked_for(common, monkeypatch, tmp_path):
         common.run(GSPOTrainer, GSPOConfig)
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(None, None), ("true", True), ("True", True), (True, True), ("runs/a/checkpoint-3", "runs/a/checkpoint-3")],
+)
+def test_resume_from_the_newest_checkpoint(common, value, expected):
+    assert common.checkpoint_of(value) is expected
+
+
 def test_configs_are_plain_json_types():
     for config in CONFIGS:
         json.dumps(yaml.safe_load(config.read_text()))
