@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 from distributed import launch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -27,6 +27,7 @@ WRAPPERS = {
     "zero2": ("DistributedType.DEEPSPEED", "DeepSpeedEngine"),
     "zero3": ("DistributedType.DEEPSPEED", "DeepSpeedEngine"),
 }
+MODELS = ("base", "teacher", "adapter")
 SHARDED = ("fsdp2", "zero3")
 NOT_COMPARED = ("step_time", "epoch")
 NOT_COMPARED += tuple(f"eval_{name}" for name in ("runtime", "samples_per_second", "steps_per_second"))
@@ -39,7 +40,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, seed in (("base", 0), ("teacher", 7)):
         tiny.model(seed).save_pretrained(root / name)
         tiny.tokenizer().save_pretrained(root / name)
+    torch.manual_seed(5)
+    base = AutoModelForCausalLM.from_pretrained(root / "base")
+    lora = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    get_peft_model(base, lora).save_pretrained(str(root / "adapter"))
     return root
+
+
+def folder_with_models(folder: Path, root: Path) -> Path:
+    folder.mkdir()
+    for name in MODELS:
+        (folder / name).symlink_to(root / name)
+    return folder
 
 
 class Runs:
@@ -51,10 +63,7 @@ class Runs:
 
     def __call__(self, backend: str | None) -> Path:
         if backend not in self._done:
-            folder = self._root / (backend or "one")
-            folder.mkdir()
-            for name in ("base", "teacher"):
-                (folder / name).symlink_to(self._root / name)
+            folder = folder_with_models(self._root / (backend or "one"), self._root)
             self._done[backend] = folder
             done = launch.run(backend, "both", folder, timeout=600)
             ranks = [folder / f"rank{rank}.json" for rank in range(launch.ranks_of(backend))]
@@ -100,7 +109,7 @@ class TestParity:
                     share = facts["local_parameters"] / whole
                     assert share < 0.6 if backend in SHARDED else share == 1
 
-    @pytest.mark.parametrize("case", [*CASES, "base-lora"])
+    @pytest.mark.parametrize("case", [*CASES, "adapter-lora"])
     def test_weights(self, backend: str, case: str, runs: Runs) -> None:
         one, two = (weights(runs(name) / "parity" / case / "model") for name in (None, backend))
         assert one.keys() == two.keys()
@@ -109,7 +118,7 @@ class TestParity:
             torch.testing.assert_close(two[name], weight, rtol=1e-5, atol=1e-6)
         assert any(name not in start or not torch.equal(start[name], weight) for name, weight in one.items())
 
-    @pytest.mark.parametrize("case", [*CASES, "base-lora"])
+    @pytest.mark.parametrize("case", [*CASES, "adapter-lora"])
     def test_metrics_and_schedule(self, backend: str, case: str, runs: Runs) -> None:
         one = runs.result(None)["parity"][case]
         for rank in range(2):
@@ -119,7 +128,7 @@ class TestParity:
                     assert_same_numbers(ours, expected)
                 assert_same_numbers(two["evaluation"], one["evaluation"])
             if one["schedule"] is not None:
-                assert case == "base-lora" or one["schedule"]["frozen_at"] is not None
+                assert case == "adapter-lora" or one["schedule"]["frozen_at"] is not None
                 assert two["schedule"]["frozen_at"] == one["schedule"]["frozen_at"]
 
     @pytest.mark.parametrize("case", CASES)
@@ -150,10 +159,7 @@ class TestParity:
 @pytest.mark.parametrize("backend", ["ddp", "zero3"])
 class TestNoHang:
     def test_ranks_with_unlike_work_finish(self, backend: str, root: Path) -> None:
-        folder = root / f"uneven-{backend}" / "run"
-        (folder.parent).mkdir()
-        for name in ("base", "teacher"):
-            (folder.parent / name).symlink_to(root / name)
+        folder = folder_with_models(root / f"uneven-{backend}", root) / "run"
         done = launch.run(backend, "uneven", folder, timeout=240)
         for rank in range(2):
             path = folder / f"rank{rank}.json"
@@ -188,11 +194,7 @@ KILLS = {"ddp": "checkpoint", "fsdp2": "step", "zero1": "step", "zero2": "step",
 
 @pytest.mark.parametrize("backend", launch.BACKENDS)
 def test_a_killed_run_goes_on_from_the_last_good_checkpoint(backend: str, root: Path, runs: Runs) -> None:
-    parent = root / f"killed-{backend}"
-    parent.mkdir()
-    for name in ("base", "teacher"):
-        (parent / name).symlink_to(root / name)
-    folder = parent / KILLS[backend]
+    folder = folder_with_models(root / f"killed-{backend}", root) / KILLS[backend]
     launch.run(backend, "killed", folder, timeout=240)
     assert not list(folder.glob("rank*.json")), "it was not killed"
     second = folder / "run" / "checkpoint-2"

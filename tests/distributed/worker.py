@@ -42,8 +42,8 @@ METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
 }
 CASES = [f"{method}-{kind}" for method in METHODS for kind in ("full", "lora")]
-# the student's base model as the teacher: its forward gathers what the backend has spread
-METHODS["base"] = (SAFDistillTrainer, SAFDistillConfig, {**METHODS["saf"][2], "teacher_adapter": "base"})
+# another adapter of the student's base as the teacher: its forward gathers what the backend has spread
+METHODS["adapter"] = METHODS["saf"]
 
 World = tuple[int, int]
 
@@ -65,6 +65,8 @@ def make(case: str, folder: Path, base: Path, teacher: Any, **kwargs: Any) -> An
     extra: dict[str, Any] = {}
     if kind == "lora":
         extra["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    if method == "adapter":
+        options = {**options, "teacher_adapter": str(base.with_name("adapter"))}
     if method == "saf":
         if callable(teacher):
             extra["teacher_model"] = teacher
@@ -125,7 +127,7 @@ def facts(trainer: Any) -> dict[str, Any]:
 def parity(folder: Path) -> dict[str, Any]:
     """Each trainer, full and LoRA: trains on fixed rollouts, evaluates and saves."""
     results = {}
-    for case in (*CASES, "base-lora"):
+    for case in (*CASES, "adapter-lora"):
         output = folder / case
         trainer = make(case, output, folder.parent / "base", folder.parent / "teacher", save_strategy="no")
         trainer.train()

@@ -1,6 +1,7 @@
 """Every file for `accelerate launch` is read by accelerate as what it says, and begins with its launch line."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
@@ -30,7 +31,7 @@ def test_it_begins_with_its_launch_line(path: Path) -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_accelerate_reads_what_it_says(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    config = load_config_from_file(str(path))
+    config: Any = load_config_from_file(str(path))
     name = path.stem.removeprefix("cpu_").removeprefix("multi_node_")
     kind = next(kind for begin, kind in KINDS.items() if name.startswith(begin))
     assert str(getattr(config.distributed_type, "value", config.distributed_type)) == kind
