@@ -77,7 +77,7 @@ def make_model(folder: Path, tiny: bool) -> None:
     if tiny:
         size = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
     torch.manual_seed(0)
-    tokenizer = build_tokenizer()
+    tokenizer: Any = build_tokenizer()
     config = Qwen3Config(
         vocab_size=512 if tiny else 65536,
         num_key_value_heads=size["num_attention_heads"] // 2,
@@ -180,7 +180,8 @@ def head(model: str, cpu: bool) -> dict[str, Any]:
     from trl.trainer.utils import add_fused_lm_head
 
     device = torch.device("cpu" if cpu else "cuda")
-    made: Any = AutoModelForCausalLM.from_pretrained(model, dtype="float32" if cpu else "bfloat16").to(device)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype="float32" if cpu else "bfloat16")
+    made = loaded.to(device)
     add_fused_lm_head(made)
     ids = torch.randint(3, 13, (8, 32 if cpu else 1024), device=device)
     peaks, values = [], []
