@@ -108,6 +108,9 @@ class TestParity:
                 if case.endswith("full"):
                     share = facts["local_parameters"] / whole
                     assert share < 0.6 if backend in SHARDED else share == 1
+                assert len(facts["teacher_parameters"]) == case.startswith("saf")
+                for held in facts["teacher_parameters"]:
+                    assert held < 0.6 * whole if backend in SHARDED else held == whole
 
     @pytest.mark.parametrize("case", [*CASES, "adapter-lora"])
     def test_weights(self, backend: str, case: str, runs: Runs) -> None:

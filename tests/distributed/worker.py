@@ -27,8 +27,9 @@ from trl_softgate import (  # noqa: E402
     SAFDistillTrainer,
     SAPOConfig,
     SAPOTrainer,
+    TeacherLogprobsCallback,
 )
-from trl_softgate.teachers import TeacherError  # noqa: E402
+from trl_softgate.teachers import LocalTeacher, TeacherError  # noqa: E402
 
 ROWS = 4  # per micro-batch, over all processes
 STEPS = 3
@@ -108,19 +109,25 @@ def make(case: str, folder: Path, base: Path, teacher: Any, **kwargs: Any) -> An
     return trainer
 
 
-def facts(trainer: Any) -> dict[str, Any]:
-    """What shows that the backend is really the one that was asked for."""
-    wrapped = trainer.model_wrapped
+def local_parameters(model: Any) -> int:
+    """Numbers that this process holds of the model's weights."""
     local = 0
-    for parameter in trainer.model.parameters():
+    for parameter in model.parameters():
         tensor = getattr(parameter, "ds_tensor", parameter)
         tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         local += tensor.numel()
+    return local
+
+
+def facts(trainer: Any) -> dict[str, Any]:
+    """What shows that the backend is really the one that was asked for."""
+    teachers = [c.teacher for c in trainer.callback_handler.callbacks if isinstance(c, TeacherLogprobsCallback)]
     return {
         "world_size": trainer.accelerator.num_processes,
         "type": str(trainer.accelerator.distributed_type),
-        "wrapper": type(wrapped).__name__,
-        "local_parameters": local,
+        "wrapper": type(trainer.model_wrapped).__name__,
+        "local_parameters": local_parameters(trainer.model),
+        "teacher_parameters": [local_parameters(t.model) for t in teachers if isinstance(t, LocalTeacher)],
     }
 
 
