@@ -72,7 +72,7 @@ def test_saf_recipe_trains_a_lora_student(base, teacher, tmp_path):
     execute(
         *["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "recipes/saf_distill.py"],
         *["--config", "recipes/configs/smollm2_saf_lora_cpu.yaml"],
-        *["--model_name_or_path", str(base), "--teacher_model_name_or_path", str(teacher), "--output_dir", str(out)],
+        *["--model_name_or_path", str(base), "--teacher_adapter", str(teacher), "--output_dir", str(out)],
         *["--max_steps", "2", "--opd_warmup_steps", "1", "--opd_anneal_min", "0.5"],
         *["--per_device_train_batch_size", "2"],
         *["--num_generations", "2", "--max_completion_length", "6", "--train_size", "8"],
