@@ -37,25 +37,25 @@ def tokenizer(swap: tuple[int, int] | None = None, pad_is_eos: bool = False) -> 
 
 
 def model(
-    seed: int = 0, vocab_size: int = 300, layers: int = 2, tie: bool = True, hidden: int = 32
+    seed: int = 0, vocab_size: int = 300, layers: int = 2, tie: bool = True, hidden: int = 32, **options: Any
 ) -> Qwen3ForCausalLM:
+    """`options` of `Qwen3Config` stand in for those here."""
     torch.manual_seed(seed)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=vocab_size,
-            hidden_size=hidden,
-            intermediate_size=2 * hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            max_position_embeddings=512,
-            tie_word_embeddings=tie,
-            pad_token_id=0,
-            eos_token_id=1,
-            bos_token_id=None,
-        )
+    defaults: dict[str, Any] = dict(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=512,
+        tie_word_embeddings=tie,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
     )
+    return Qwen3ForCausalLM(Qwen3Config(**{**defaults, **options}))
 
 
 def moe_model(seed: int = 0) -> Qwen3MoeForCausalLM:

@@ -37,6 +37,13 @@ def require_number(
         raise ValueError(f"`{name}` must be {wanted}, got {value!r}.")
 
 
+def require_whole(name: str, value: int, *, minimum: int) -> None:
+    """Raise `ValueError` unless `value` is a whole number of at least `minimum`."""
+    require_number(name, value, minimum=minimum)
+    if not isinstance(value, int):
+        raise ValueError(f"`{name}` must be a whole number, got {value!r}.")
+
+
 def require_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Raise `ValueError` unless `value` is one of `choices`."""
     if value not in choices:

@@ -1,21 +1,10 @@
 """The benchmark scripts run, at a size at which their numbers mean nothing."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import tiny
-
-ROOT = Path(__file__).parents[2]
-
-
-def execute(*words: str) -> str:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+from scripts import execute
 
 
 def test_gpu_check_without_a_gpu_does_nothing(tmp_path: Path) -> None:

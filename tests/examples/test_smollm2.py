@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from scripts import execute
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,16 +21,6 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRL_SOFTGATE_SKIP_REAL_MODEL") == "1", reason="TRL_SOFTGATE_SKIP_REAL_MODEL=1"),
     pytest.mark.timeout(1200),
 ]
-
-
-def execute(*command: str) -> str:
-    """Run a documented command from the root of the repository; returns its output, which a failure shows."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
-    return done.stdout
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import tiny
 import torch
 
-from trl_softgate.teachers import TeacherRequest
+from trl_softgate.teachers import LocalTeacher, TeacherRequest
 
 
 def request(temperature: float = 1.0, rows: int = 5, seed: int = 0, pad: int = 0) -> TeacherRequest:
@@ -40,3 +41,17 @@ def reference(model: Any, request: TeacherRequest, vocab_size: int) -> torch.Ten
             place = len(prompt) + t - 1
             scores[i, t] = logps[place, token] if place >= 0 else float("nan")
     return scores
+
+
+def local_teacher(model: Any, **kwargs: Any) -> LocalTeacher:
+    """A teacher on the CPU for students with `tiny.tokenizer`."""
+    defaults: dict[str, Any] = dict(
+        temperature=1.0,
+        student_vocabulary=tiny.tokenizer().get_vocab(),
+        student_vocab_size=300,
+        student_eos=1,
+        tokenizer=tiny.tokenizer(),
+        max_tokens_per_batch=64,
+        device=torch.device("cpu"),
+    )
+    return LocalTeacher(model, **{**defaults, **kwargs})

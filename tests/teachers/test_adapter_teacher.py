@@ -19,12 +19,12 @@ from peft import (
     load_peft_weights,
 )
 from safetensors.torch import load_file, save_file
-from teachers.scoring import reference, request
+from teachers.scoring import local_teacher, reference, request
 from torch import nn
 from trl.trainer.utils import add_fused_lm_head, use_adapter
 
 from trl_softgate import SAFDistillConfig, SAFDistillTrainer
-from trl_softgate.teachers import AdapterTeacher, LocalTeacher, TeacherRequest
+from trl_softgate.teachers import AdapterTeacher, TeacherRequest
 
 VOCAB = 300
 
@@ -68,17 +68,7 @@ def teacher(student: Any, path: str | None, temperature: float = 1.0, max_tokens
 
 def merged(path: str, asked: TeacherRequest) -> torch.Tensor:
     """The answer of a copy of its own, with the adapter merged into it."""
-    made = LocalTeacher(
-        path,
-        temperature=asked.temperature,
-        student_vocabulary=tiny.tokenizer().get_vocab(),
-        student_vocab_size=VOCAB,
-        student_eos=1,
-        tokenizer=tiny.tokenizer(),
-        max_tokens_per_batch=24,
-        device=torch.device("cpu"),
-    )
-    return made(asked)
+    return local_teacher(path, temperature=asked.temperature, max_tokens_per_batch=24)(asked)
 
 
 def state(model: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from teachers.scoring import reference, request
+from teachers.scoring import local_teacher, reference, request
 from transformers import AutoModelForCausalLM
 
 from trl_softgate.teachers import LocalTeacher, check_end_of_sequence, check_vocabulary
@@ -18,16 +18,7 @@ VOCAB = 300
 
 
 def teacher(model: Any, vocab_size: int = VOCAB, **kwargs: Any) -> LocalTeacher:
-    defaults: dict[str, Any] = dict(
-        temperature=1.0,
-        student_vocabulary=tiny.tokenizer().get_vocab(),
-        student_vocab_size=vocab_size,
-        tokenizer=tiny.tokenizer(),
-        student_eos=1,
-        max_tokens_per_batch=16,
-        device=torch.device("cpu"),
-    )
-    return LocalTeacher(model, **{**defaults, **kwargs})
+    return local_teacher(model, **{"student_vocab_size": vocab_size, "max_tokens_per_batch": 16, **kwargs})
 
 
 @pytest.mark.parametrize("tie", [True, False])

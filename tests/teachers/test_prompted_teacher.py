@@ -8,10 +8,10 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
-from teachers.scoring import request
+from teachers.scoring import local_teacher, request
 from tokenizers.processors import TemplateProcessing
 
-from trl_softgate.teachers import LocalTeacher, PromptedTeacher, TeacherRequest
+from trl_softgate.teachers import PromptedTeacher, TeacherRequest
 from trl_softgate.teachers.base import start
 
 BOS = 0
@@ -121,16 +121,7 @@ def test_a_request_without_rows_of_the_dataset_is_refused() -> None:
 
 
 def test_scores_are_those_of_a_request_with_that_prompt() -> None:
-    teacher = LocalTeacher(
-        tiny.model(3),
-        temperature=1.0,
-        student_vocabulary=tiny.tokenizer().get_vocab(),
-        student_vocab_size=300,
-        student_eos=1,
-        tokenizer=tiny.tokenizer(),
-        max_tokens_per_batch=64,
-        device=torch.device("cpu"),
-    )
+    teacher = local_teacher(tiny.model(3))
     prompts = ["a", "a longer prompt", "mid", MESSAGES, "zz"]
     scores = PromptedTeacher(teacher, "hinted", tiny.tokenizer())(asked(prompts))
     assert (scores - teacher(request())).abs().max() > 0.1

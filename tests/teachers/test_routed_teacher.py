@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from teachers.scoring import request
+from teachers.scoring import local_teacher, request
 
-from trl_softgate.teachers import LocalTeacher, RoutedTeacher, TeacherError, TeacherRequest
+from trl_softgate.teachers import RoutedTeacher, TeacherError, TeacherRequest
 from trl_softgate.teachers.base import start
 
 
@@ -45,16 +45,7 @@ class Remote(Recording):
 
 
 def test_kinds_are_mixed_and_rows_without_a_name_left_out() -> None:
-    local = LocalTeacher(
-        tiny.model(3),
-        temperature=1.0,
-        student_vocabulary=tiny.tokenizer().get_vocab(),
-        student_vocab_size=300,
-        student_eos=1,
-        tokenizer=tiny.tokenizer(),
-        max_tokens_per_batch=64,
-        device=torch.device("cpu"),
-    )
+    local = local_teacher(tiny.model(3))
     remote, plain = Remote(1000, [], "remote"), Recording(2000)
     teacher = RoutedTeacher({"model": local, "remote": remote, "plain": plain}, "teacher")
     made = asked(["plain", "model", None, "remote", "model"])

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from teachers.scoring import local_teacher
 
-from trl_softgate.teachers import LocalTeacher, SelfTestedTeacher, TeacherError, TeacherRequest, check_teacher
+from trl_softgate.teachers import SelfTestedTeacher, TeacherError, TeacherRequest, check_teacher
 from trl_softgate.teachers.base import start
 
 LENGTHS = [9, 1, 40, 0, 2, 17, 12, 30, 25, 3, 8]
@@ -162,16 +163,7 @@ def test_a_trained_model_passes_and_one_with_dropout_does_not() -> None:
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    teacher = LocalTeacher(
-        model,
-        temperature=1.0,
-        student_vocabulary=tiny.tokenizer().get_vocab(),
-        student_vocab_size=300,
-        student_eos=1,
-        tokenizer=tiny.tokenizer(),
-        max_tokens_per_batch=64,
-        device=torch.device("cpu"),
-    )
+    teacher = local_teacher(model)
     asked = request([12] * 6, seed=99)
     assert check_teacher(teacher, asked)
 

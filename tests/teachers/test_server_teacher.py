@@ -4,9 +4,6 @@
 """
 
 import itertools
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +12,10 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from scripts import execute
 from teachers import fault_proxy, vllm_server
 from teachers.fault_proxy import FaultProxy
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer
 
 from trl_softgate import SAFDistillConfig, SAFDistillTrainer
 from trl_softgate.teachers import LocalTeacher, ServerTeacher, TeacherError, TeacherRequest, http
@@ -29,23 +27,7 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
 
 def save_tiny(folder: Path, swap: tuple[int, int] | None = None) -> Path:
     """A tiny model with log-probabilities that are far apart; vLLM's attention wants a head_dim of 32 at least."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=1024,
-        initializer_range=0.3,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tiny.model(hidden=64, head_dim=32, max_position_embeddings=1024, initializer_range=0.3).save_pretrained(folder)
     tiny.tokenizer(swap=swap).save_pretrained(folder)
     return folder
 
@@ -276,15 +258,7 @@ class TestTiny:
 @pytest.fixture(scope="class")
 def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("smollm2") / "base"
-    done = subprocess.run(
-        [sys.executable, "examples/smollm2_prepare.py", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
+    execute("examples/smollm2_prepare.py", str(folder))
     return folder
 
 

@@ -11,7 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from .base import TeacherRequest
-from .packing import score_packed
+from .packing import fused_log_probs, score_packed
 
 _NAME = "softgate_teacher"
 # Ways to begin a LoRA that leave the base model as it is; PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA subtract from it.
@@ -65,6 +65,7 @@ class AdapterTeacher:
                 "teach: leave that option out, or load the teacher with `teacher_model_name_or_path`."
             )
         self._student: Any = student
+        self._score = fused_log_probs(student)
         self._entries: list[tuple[Any, Any]] | None = None
         self._device = _device(student)
         self.temperature = temperature
@@ -146,11 +147,6 @@ class AdapterTeacher:
             )
         with self._teaching():
             return score_packed(self._score, request, self.max_tokens_per_batch, _device(self._student), self._most)
-
-    def _score(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self._student(
-            input_ids=input_ids, attention_mask=attention_mask, labels=labels, fused_lm_head=True
-        ).log_probs
 
     @contextlib.contextmanager
     def _teaching(self) -> Iterator[None]:

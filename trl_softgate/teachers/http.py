@@ -22,7 +22,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.util import Timeout, make_headers
 
-from ..validation import require_number
+from ..validation import require_number, require_whole
 from .base import TeacherError
 
 T = TypeVar("T")
@@ -60,10 +60,8 @@ class Client:
         max_retries: int,
     ) -> None:
         require_number("timeout", timeout, above=0)
-        for name, value, minimum in (("concurrency", concurrency, 1), ("max_retries", max_retries, 0)):
-            require_number(name, value, minimum=minimum)
-            if not isinstance(value, int):
-                raise ValueError(f"`{name}` must be a whole number, got {value!r}.")
+        require_whole("concurrency", concurrency, minimum=1)
+        require_whole("max_retries", max_retries, minimum=0)
         parsed = [_parse_url(url) for url in ([urls] if isinstance(urls, str) else urls)]
         if not parsed:
             raise ValueError('`teacher_server_url` is empty: give the server\'s, e.g. "http://127.0.0.1:8000".')

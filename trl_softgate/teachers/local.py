@@ -15,7 +15,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path, get_config_model_id
 
 from .base import TeacherRequest
-from .packing import score_packed
+from .packing import fused_log_probs, score_packed
 from .vocabulary import check_end_of_sequence, check_vocabulary
 
 _TEMPERATURE = "_softgate_teacher_temperature"
@@ -100,6 +100,7 @@ class LocalTeacher:
         self.tokenizer = tokenizer
         model.eval().requires_grad_(False)
         self.model: Any = shard(model) if spread else model  # type: ignore[misc]
+        self._score = fused_log_probs(self.model)
         self._most = most if spread else None
         self.collective = spread
         self.temperature = temperature
@@ -120,11 +121,6 @@ class LocalTeacher:
             )
         self.model.eval()
         return score_packed(self._score, request, self.max_tokens_per_batch, self._device, self._most)
-
-    def _score(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self.model(
-            input_ids=input_ids, attention_mask=attention_mask, labels=labels, fused_lm_head=True
-        ).log_probs
 
 
 def _is_adapter(path: str) -> bool:

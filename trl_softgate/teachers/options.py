@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer
 
-from ..validation import require_choice, require_number
+from ..validation import require_choice, require_number, require_whole
 from .adapter import AdapterTeacher
 from .base import Teacher, TeacherError, TeacherRequest, start
 from .local import LocalTeacher
@@ -87,9 +87,7 @@ class TeacherOptions:
             if not isinstance(getattr(self, name), (dict, type(None))):
                 raise ValueError(f"`teacher_{name}` must be a dict, got {getattr(self, name)!r}.")
         for name, minimum in _WHOLE.items():
-            require_number(f"teacher_{name}", getattr(self, name), minimum=minimum)
-            if not isinstance(getattr(self, name), int):
-                raise ValueError(f"`teacher_{name}` must be a whole number, got {getattr(self, name)!r}.")
+            require_whole(f"teacher_{name}", getattr(self, name), minimum=minimum)
         require_number("teacher_server_timeout", self.server_timeout, above=0)
         require_choice("teacher_self_test", self.self_test, (True, False))
         if self.device is not None:

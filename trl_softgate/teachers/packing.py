@@ -1,6 +1,7 @@
 """Scores rows in batches of similar length, so that padding is not pushed through the teacher."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -9,6 +10,15 @@ from .base import TeacherRequest
 _SHORTEST = 0.8
 
 ScoreFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def fused_log_probs(model: Any) -> ScoreFunction:
+    """How `score_packed` asks a model that TRL has given a fused LM head."""
+
+    def score(input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, fused_lm_head=True).log_probs
+
+    return score
 
 
 def pack_rows(lengths: list[int], max_tokens: int) -> list[list[int]]:

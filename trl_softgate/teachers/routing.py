@@ -49,23 +49,25 @@ class RoutedTeacher:
 
     def rows_with_teacher(self, request: TeacherRequest) -> torch.Tensor:
         """(B,) bool: rows that name a teacher, and for which that one has an answer."""
-        names = self.names(request)
-        device = request.completion_ids.device
-        taught = torch.tensor([name is not None for name in names], device=device)
-        for name, teacher in self.teachers.items():
-            answered = getattr(teacher, "rows_with_teacher", None)
-            rows = [i for i, other in enumerate(names) if other == name]
-            if answered is not None and rows:
-                taught[rows] = answered(request.rows(rows)).to(device)
+        taught = torch.zeros(len(request.inputs), dtype=torch.bool, device=request.completion_ids.device)
+        for name, rows in self._rows(request).items():
+            answered = getattr(self.teachers[name], "rows_with_teacher", None)
+            taught[rows] = True if answered is None or not rows else answered(request.rows(rows)).to(taught)
         return taught
 
+    def _rows(self, request: TeacherRequest) -> dict[str, list[int]]:
+        """The rows of each teacher, also of one that has none."""
+        rows: dict[str, list[int]] = {name: [] for name in self.teachers}
+        for i, name in enumerate(self.names(request)):
+            if name is not None:
+                rows[name].append(i)
+        return rows
+
     def start(self, request: TeacherRequest) -> Callable[[], torch.Tensor]:
-        names = self.names(request)
         parts = []
-        for name, teacher in self.teachers.items():
-            rows = [i for i, other in enumerate(names) if other == name]
-            if rows or getattr(teacher, "collective", False):
-                parts.append((name, rows, start(teacher, request.rows(rows))))
+        for name, rows in self._rows(request).items():
+            if rows or getattr(self.teachers[name], "collective", False):
+                parts.append((name, rows, start(self.teachers[name], request.rows(rows))))
 
         def finish() -> torch.Tensor:
             scores = torch.full(

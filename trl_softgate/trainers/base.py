@@ -282,7 +282,8 @@ class BasePolicyTrainer(GRPOTrainer):
 
     def _generate(self, prompts: list[Any]) -> Any:
         generated = super()._generate(prompts)
-        self._dispatch("on_completions", completions=self._padded(generated[0], generated[1]))
+        if self._listeners("on_completions"):
+            self._dispatch("on_completions", completions=self._padded(generated[0], generated[1]))
         return generated
 
     def _padded(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> dict[str, torch.Tensor]:
@@ -313,21 +314,23 @@ class BasePolicyTrainer(GRPOTrainer):
         """Tell callbacks of a finished rollout."""
         self._dispatch("on_rollout", rollout=rollout)
 
+    def _listeners(self, event: str) -> list[Callable[..., None]]:
+        """The methods of callbacks for an event of ours; transformers' handler calls only those that all have."""
+        methods = [getattr(callback, event, None) for callback in self.callback_handler.callbacks]
+        return [method for method in methods if method is not None]
+
     def _dispatch(self, event: str, **kwargs: Any) -> None:
-        # transformers' handler calls only the events that every callback has
-        for callback in self.callback_handler.callbacks:
-            method = getattr(callback, event, None)
-            if method is not None:
-                method(
-                    self.args,
-                    self.state,
-                    self.control,
-                    mode="train" if self.model.training else "eval",
-                    inputs=self._inputs,
-                    model=self.model,
-                    processing_class=self.processing_class,
-                    **kwargs,
-                )
+        for method in self._listeners(event):
+            method(
+                self.args,
+                self.state,
+                self.control,
+                mode="train" if self.model.training else "eval",
+                inputs=self._inputs,
+                model=self.model,
+                processing_class=self.processing_class,
+                **kwargs,
+            )
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         inputs = super()._prepare_inputs(generation_batch)
