@@ -3,8 +3,9 @@
     make gpu-check
 
 Needs a CUDA device; without one it says so and does nothing. Every case trains a randomly initialized model for a few
-steps on fixed rollouts, in a process of its own; what is not installed is left out and said. Prints a table and writes
-`benchmarks/out/gpu_check.json`. `--cpu` runs the same cases with a tiny model on the CPU, to test this script.
+steps on fixed rollouts, in a process of its own; what is not installed is left out and said. The teachers' benchmark
+follows, on the same model. Prints tables and writes `benchmarks/out/gpu_check.json`. `--cpu` runs the same cases with
+a tiny model on the CPU, to test this script.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 4
 LIMIT = 90.0  # seconds for one case
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Case:
 
 
 HEAD = "log-probs, fused LM head"
+TEACHERS = "benchmarks/teachers.py"
 CASES: dict[str, Case] = {
     "stock GRPO, bf16": Case("GRPOTrainer"),
     "GSPO, bf16": Case("GSPOTrainer"),
@@ -218,10 +221,9 @@ def run(name: str, model: str, cpu: bool) -> dict[str, Any]:
     if case.backend is not None:
         config = ROOT / "recipes" / "accelerate" / f"{case.backend}.yaml"
         words = ["-m", "accelerate.commands.launch", "--config_file", str(config), "--num_processes", "1", *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     try:
         done = subprocess.run(
-            [sys.executable, *words], capture_output=True, text=True, timeout=LIMIT, env=environment, cwd=ROOT
+            [sys.executable, *words], capture_output=True, text=True, timeout=LIMIT, env=ENVIRONMENT, cwd=ROOT
         )
     except subprocess.TimeoutExpired:
         return {"status": f"not done after {LIMIT:.0f} s"}
@@ -232,12 +234,27 @@ def run(name: str, model: str, cpu: bool) -> dict[str, Any]:
     return {"status": "ok", **json.loads(results[-1])}
 
 
+def teachers(model: str, cpu: bool, output: str) -> dict[str, Any]:
+    """Rows per second of the kinds of teacher; prints a table of its own."""
+    cases = ["local", "local-bf16", "adapter"]
+    if importlib.util.find_spec("bitsandbytes") is not None and not cpu:
+        cases.append("local-4bit")
+    size = ["--rows", "3", "--max_tokens", "8", "--repeat", "1"] if cpu else ["--rows", "64", "--max_tokens", "1024"]
+    words = [str(ROOT / TEACHERS), "--model", model, "--device", "cpu" if cpu else "cuda", *size]
+    words += ["--output", str(Path(output).with_name("gpu_teachers.json")), "--cases", *cases]
+    try:
+        done = subprocess.run([sys.executable, *words], env=ENVIRONMENT, cwd=ROOT, timeout=1.5 * LIMIT)
+    except subprocess.TimeoutExpired:
+        return {"status": f"not done after {1.5 * LIMIT:.0f} s"}
+    return {"status": "ok" if done.returncode == 0 else "failed, see above"}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="tiny model on the CPU: tests the script, not a GPU")
     parser.add_argument("--output", default="benchmarks/out/gpu_check.json")
-    parser.add_argument("--limit", type=float, default=450.0, help="seconds in all; cases beyond are left out")
-    parser.add_argument("--only", nargs="*", choices=list(CASES), help="these cases alone")
+    parser.add_argument("--limit", type=float, default=330.0, help="seconds in all; cases beyond are left out")
+    parser.add_argument("--only", nargs="*", choices=[*CASES, TEACHERS], help="these cases alone")
     parser.add_argument("--case", choices=list(CASES), help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -262,12 +279,14 @@ def main() -> None:
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), args.cpu)
-        for name in args.only or CASES:
+        for name in [name for name in args.only or CASES if name != TEACHERS]:
             if time.monotonic() - begin > args.limit:
                 results[name] = {"status": "left out: no time"}
                 continue
             print(f"{name} ...", file=sys.stderr)
             results[name] = run(name, folder, args.cpu)
+        if not args.only or TEACHERS in args.only:
+            results[TEACHERS] = teachers(folder, args.cpu, args.output)
     device = "CPU" if args.cpu else torch.cuda.get_device_name()
     table = Table("case", "status", "s/step", "to stock", "peak MiB", title=f"{device}, torch {torch.__version__}")
     stock = results.get("stock GRPO, bf16", {}).get("seconds")

@@ -33,10 +33,11 @@ def request_of(args: argparse.Namespace, tokens: int) -> Any:
     generator = torch.Generator().manual_seed(SEED)
     lengths = torch.empty(args.rows).exponential_(4 / args.max_tokens, generator=generator).long()
     lengths = lengths.clamp(1, args.max_tokens)
+    low = min(100, tokens // 2)  # special tokens come first
     return TeacherRequest(
-        prompt_ids=torch.randint(100, tokens, (args.rows, PROMPT), generator=generator),
+        prompt_ids=torch.randint(low, tokens, (args.rows, PROMPT), generator=generator),
         prompt_mask=torch.ones(args.rows, PROMPT, dtype=torch.long),
-        completion_ids=torch.randint(100, tokens, (args.rows, args.max_tokens), generator=generator),
+        completion_ids=torch.randint(low, tokens, (args.rows, args.max_tokens), generator=generator),
         completion_mask=(torch.arange(args.max_tokens)[None] < lengths[:, None]).long(),
         temperature=1.0,
     )
@@ -55,7 +56,8 @@ def make_teacher(case: str, args: argparse.Namespace, tokenizer: Any) -> Any:
         teacher.probe(PROMPT + args.max_tokens)
         return teacher
     if case == "adapter":
-        base = AutoModelForCausalLM.from_pretrained(args.model, dtype="float32")
+        base: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype="float32")
+        base.to(args.device)
         add_fused_lm_head(base)
         student = get_peft_model(base, LoraConfig(target_modules="all-linear"))
         return AdapterTeacher(student, args.adapter, temperature=1.0, max_tokens_per_batch=args.budget)
@@ -70,7 +72,7 @@ def make_teacher(case: str, args: argparse.Namespace, tokenizer: Any) -> Any:
         student_vocab_size=model.vocab_size,
         student_eos=tokenizer.eos_token_id,
         max_tokens_per_batch=1 if case == "local-one-row" else args.budget,
-        device=torch.device("cpu"),
+        device=torch.device(args.device),
         model_init_kwargs=init,
     )
 
@@ -120,7 +122,7 @@ def train(case: str, args: argparse.Namespace) -> dict[str, Any]:
             opd_warmup_steps=0,
             teacher_self_test=False,
             max_completion_length=args.max_tokens,
-            use_cpu=True,
+            use_cpu=args.device == "cpu",
             bf16=False,
             report_to="none",
             save_strategy="no",
@@ -137,13 +139,15 @@ def train(case: str, args: argparse.Namespace) -> dict[str, Any]:
             rollout_func=rollout,
         )
         trainer.train()
+    if args.device != "cpu":
+        return {"peak_mib": torch.cuda.max_memory_allocated() / 2**20}
     # every page that the process ever held; on Linux in KiB
     return {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "threads": torch.get_num_threads()}
 
 
 def run_case(case: str, args: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, __file__, "--case", case]
-    for name in ("model", "adapter", "server_url", "rows", "max_tokens", "budget", "repeat"):
+    for name in ("model", "adapter", "server_url", "rows", "max_tokens", "budget", "repeat", "device"):
         if getattr(args, name) is not None:
             command += [f"--{name}", str(getattr(args, name))]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
@@ -170,6 +174,7 @@ def main() -> None:
     parser.add_argument("--max_tokens", type=int, default=256, help="longest completion; the mean is a quarter")
     parser.add_argument("--budget", type=int, default=4096, help="teacher_max_tokens_per_batch")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--device", default="cpu", help="of teacher and student, e.g. cuda")
     parser.add_argument("--cases", nargs="+", choices=[*SCORING, *TRAINING], default=[*SCORING, *TRAINING])
     parser.add_argument("--output", default="benchmarks/out/teachers.json")
     parser.add_argument("--case", choices=[*SCORING, *TRAINING], help=argparse.SUPPRESS)
@@ -201,12 +206,14 @@ def main() -> None:
                 f"{statistics.median(seconds) / local:.2f}",
                 f"{results[case]['mean']:.4f}",
             )
-    memory = Table("run", "peak MiB", "over LoRA-GRPO", title="LoRA student, peak memory of the process")
+    memory = Table(
+        "run", "peak MiB", "over LoRA-GRPO", title="LoRA student, peak memory of the process, or of the device"
+    )
     for case in TRAINING:
         if case in results and "lora-grpo" in results:
             peak = results[case]["peak_mib"]
             memory.add_row(case, f"{peak:.0f}", f"{peak - results['lora-grpo']['peak_mib']:+.0f}")
-    Console().print(table, memory)
+    Console().print(*(made for made in (table, memory) if made.row_count))
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     Path(args.output).write_text(json.dumps({"arguments": vars(args), "results": results}, indent=1) + "\n")
 

@@ -14,7 +14,7 @@ def test_gpu_check_without_a_gpu_does_nothing(tmp_path: Path) -> None:
 
 
 def test_gpu_check_itself(tmp_path: Path) -> None:
-    cases = ["SAF, LoRA, base teaches", "log-probs, fused LM head"]
+    cases = ["SAF, LoRA, base teaches", "log-probs, fused LM head", "benchmarks/teachers.py"]
     execute("benchmarks/gpu_check.py", "--cpu", "--output", str(tmp_path / "out.json"), "--only", *cases)
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     assert {name: result["status"] for name, result in results.items()} == dict.fromkeys(cases, "ok")

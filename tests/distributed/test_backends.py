@@ -187,9 +187,16 @@ class TestFailure:
         done = launch.run("ddp", "no_answer", folder, timeout=120)
         results = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
         assert len(results) == 2, done.stdout[-6000:]
-        assert "failed in 1 other process" in results[0]["error"]
-        assert results[1]["error"] == "no answer for rank 1"
-        assert (folder / "run" / f"checkpoint-{results[0]['step']}" / "softgate_complete").is_file()
+        first, second = (result["fails"] for result in results)
+        assert "failed in 1 other process" in first["error"]
+        assert second["error"] == "no answer for rank 1"
+        assert (folder / "fails" / f"checkpoint-{first['step']}" / "softgate_complete").is_file()
+        # an answer without rows, and one without a value
+        first, second = (result["is_empty"] for result in results)
+        assert "failed in 1 other process" in first["error"]
+        assert "has shape (0, " in second["error"]
+        for result in results:
+            assert "gave no finite log-probability" in result["knows_nothing"]["error"]
 
 
 KILLS = {"ddp": "checkpoint", "fsdp2": "step", "zero1": "step", "zero2": "step", "zero3": "checkpoint"}

@@ -226,23 +226,37 @@ def raises(folder: Path) -> dict[str, Any]:
 
 
 def no_answer(folder: Path) -> dict[str, Any]:
-    """A teacher that answers rank 0 alone; a checkpoint is asked for."""
+    """A teacher that fails rank 1, with a checkpoint asked for; and one whose answer for rank 1 is empty."""
     rank, _ = world()
+    asked: list[Any] = []
 
-    def teacher(request: Any) -> torch.Tensor:
-        if rank == 1 and teacher_calls.append(1) is None and len(teacher_calls) == 3:
-            raise TeacherError("no answer for rank 1")
+    def scores(request: Any) -> torch.Tensor:
+        asked.append(request)
         return torch.full(request.completion_ids.shape, -1.0)
 
-    teacher_calls: list[int] = []
-    trainer = make(
-        "saf-full", folder / "run", folder.parent / "base", teacher, save_on_teacher_failure=True, num_iterations=1
-    )
-    try:
-        trainer.train()
-    except TeacherError as error:
-        return {"error": str(error), "step": trainer.state.global_step}
-    return {}
+    def fails(request: Any) -> torch.Tensor:
+        answer = scores(request)
+        if rank == 1 and len(asked) == 3:
+            raise TeacherError("no answer for rank 1")
+        return answer
+
+    def is_empty(request: Any) -> torch.Tensor:
+        return scores(request)[:0] if rank == 1 else scores(request)
+
+    def knows_nothing(request: Any) -> torch.Tensor:
+        return scores(request) * (float("nan") if rank == 1 else 1.0)
+
+    results = {}
+    for teacher in (fails, is_empty, knows_nothing):
+        output = folder / teacher.__name__
+        trainer = make(
+            "saf-full", output, folder.parent / "base", teacher, save_on_teacher_failure=True, num_iterations=1
+        )
+        try:
+            trainer.train()
+        except (TeacherError, ValueError) as error:
+            results[teacher.__name__] = {"error": str(error), "step": trainer.state.global_step}
+    return results
 
 
 class Killed(TrainerCallback):
