@@ -78,7 +78,7 @@ def adapter_folder(folder: Path) -> str:
 class TestRows:
     def test_rows_without_a_name_are_not_asked_for_and_get_no_term(self, tmp_path: Path) -> None:
         math = Recording()
-        made = trainer(tmp_path, {"math": math}, grpo_coef=0.0, max_steps=4)
+        made = trainer(tmp_path, {"math": math}, grpo_coef=0.0, max_steps=4, skip_zero_signal_rows=False)
         seen: list[dict[str, Any]] = []
         compute_loss = made._compute_loss
 

@@ -1,6 +1,7 @@
 """What the three trainers share: one loss, exact metrics, and a state that survives a stop."""
 
 import dataclasses
+import math
 import os
 import warnings
 from collections import defaultdict
@@ -18,10 +19,13 @@ from trl.trainer.utils import RepeatSampler, get_config_model_id, pad
 from ..diagnostics import statistics
 from ..diagnostics.statistics import Statistic
 from ..objectives import AGGREGATIONS, LOG_RATIO_BOUND, ObjectiveOutput, reduce_loss
+from ..objectives.policy import token_advantages
 from ..objectives.ratios import as_mask, masked
 from ..validation import require_choice, require_number
 from . import hooks  # noqa: F401  (checks the installed TRL)
 from .backend import check_backend
+from .micro_batches import Savings, deal, extents, padding_matters, width
+from .sampling import check_sampling, sampled_logps
 from .state import (
     TrainingState,
     is_complete,
@@ -34,6 +38,8 @@ from .state import (
 )
 
 _NONFINITE = "nonfinite_share"
+_MISMATCH = "sampling/sampling_logp_difference"
+_MISMATCH_LIMIT = 0.05
 
 
 @dataclass
@@ -43,8 +49,17 @@ class BasePolicyConfig(GRPOConfig):
     Args:
         aggregation: `"seq_mean_token_mean"` (mean over rows of the row's token mean) or `"token_mean"` (mean over
             all tokens of the optimizer step, all micro-batches and processes).
+        trim_padding: cut columns of a micro-batch that are padding in all of its rows.
+        group_rows_by_length: deal the rows of an optimizer step to its micro-batches by length.
+        skip_zero_signal_rows: leave rows whose advantage is 0 at every token out of forward and backward; they still
+            count in the averages. The metrics of tokens (entropy, ratios) are then those of the other rows.
+        old_logps_source: `"recompute"` (log pi_old by a forward, where it is needed) or `"rollout"` (the log-probabilities
+            with which vLLM or transformers sampled the tokens; arXiv 2507.18071, section 5.4).
         resume_inexact: accept a checkpoint that lacks the training state of this package, or was written with
             another batch geometry; the resumed run then differs from one that never stopped.
+
+    `trim_padding`, `group_rows_by_length` and `skip_zero_signal_rows` are on where they leave the gradient of the
+    optimizer step as it is (None), and can be switched off.
 
     Raises:
         ValueError: an option is out of range, or has no effect in this method.
@@ -55,6 +70,29 @@ class BasePolicyConfig(GRPOConfig):
         metadata={
             "help": "How the loss is averaged: 'seq_mean_token_mean' (mean over rows of each row's token mean) or "
             "'token_mean' (mean over all tokens of the optimizer step)."
+        },
+    )
+    trim_padding: bool | None = field(
+        default=None,
+        metadata={"help": "Cut columns of a micro-batch that are padding in all of its rows; default: where exact."},
+    )
+    group_rows_by_length: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Deal the rows of an optimizer step to its micro-batches by length; default: where exact."
+        },
+    )
+    skip_zero_signal_rows: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Leave rows whose advantage is 0 at every token out of forward and backward; default: where exact."
+        },
+    )
+    old_logps_source: str = field(
+        default="recompute",
+        metadata={
+            "help": "Log-probabilities of the policy that sampled: 'recompute' by a forward where they are needed, or "
+            "those of the 'rollout' itself."
         },
     )
     resume_inexact: bool = field(
@@ -89,6 +127,12 @@ class BasePolicyConfig(GRPOConfig):
             require_number("delta", self.delta, above=0)
         if self.off_policy_mask_threshold is not None:
             require_number("off_policy_mask_threshold", self.off_policy_mask_threshold, above=0)
+        require_choice("old_logps_source", self.old_logps_source, ("recompute", "rollout"))
+        if self.old_logps_source == "rollout":
+            check_sampling(self)
+            # the ratio itself is then that to the sampler
+            self.vllm_importance_sampling_correction = False
+        self._check_exact(aux_loss=False)
         for name in self._UNUSED:
             if getattr(self, name) != self._default(name):
                 raise ValueError(
@@ -103,6 +147,26 @@ class BasePolicyConfig(GRPOConfig):
                 f"which must be known at its first micro-batch: make `steps_per_generation * num_iterations` "
                 f"({self._window}) a multiple of `gradient_accumulation_steps` ({self.gradient_accumulation_steps})."
             )
+
+    def _inexact(self, aux_loss: bool) -> dict[str, str]:
+        """Why an option would change the gradient, by its name."""
+        reasons: dict[str, str] = {}
+        if self.top_entropy_quantile < 1:
+            both = "`top_entropy_quantile` takes its quantile over the rows of each micro-batch"
+            reasons |= {"group_rows_by_length": both, "skip_zero_signal_rows": both}
+        if aux_loss:
+            both = "the router's auxiliary loss is a mean over the rows of each micro-batch"
+            reasons |= {"group_rows_by_length": both, "skip_zero_signal_rows": both}
+        if self.beta != 0:
+            reasons["skip_zero_signal_rows"] = "the KL term (`beta`) acts on every row"
+        if self.entropy_coef != 0 or self.use_adaptive_entropy:
+            reasons["skip_zero_signal_rows"] = "the entropy bonus acts on every row"
+        return reasons
+
+    def _check_exact(self, aux_loss: bool) -> None:
+        for name, reason in self._inexact(aux_loss).items():
+            if getattr(self, name):
+                raise ValueError(f"`{name}=True` would change the gradient, because {reason}: leave it out.")
 
     @classmethod
     def _default(cls, name: str) -> Any:
@@ -260,7 +324,37 @@ class BasePolicyTrainer(GRPOTrainer):
             environment_factory=environment_factory,
         )
         check_backend(self.args, self.accelerator)
+        self.args._check_exact(self.aux_loss_enabled)
+        self._savings = self._resolve_savings()
+        self._generated_at: int | None = None
+        self._awaits_old_logps = False
         self.add_callback(_LoopEvents(self._begin_training, self._begin_epoch))
+
+    def _resolve_savings(self) -> Savings:
+        inexact = self.args._inexact(self.aux_loss_enabled)
+
+        def on(name: str) -> bool:
+            value = getattr(self.args, name)
+            return name not in inexact if value is None else value
+
+        left, right = padding_matters(self.model.config)
+        skip = on("skip_zero_signal_rows") and self._knows_signal()
+        return Savings(
+            trim_prompt=on("trim_padding") and not left,
+            trim_completion=on("trim_padding") and not right,
+            group=on("group_rows_by_length"),
+            skip=skip,
+            multiple=self.pad_to_multiple_of,
+        )
+
+    def _knows_signal(self) -> bool:
+        """Whether `_has_signal` speaks of the loss in use: a subclass that changes one must change the other."""
+        for cls in type(self).__mro__:
+            if "_has_signal" in vars(cls):
+                return True
+            if "_policy_advantages" in vars(cls) or "_compute_loss" in vars(cls):
+                return False
+        return False
 
     # Rollout
 
@@ -276,12 +370,20 @@ class BasePolicyTrainer(GRPOTrainer):
         )
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple[list[list[int]], Any]:
-        completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
+        if self.args.old_logps_source == "rollout" and not self.use_vllm:
+            model = self.accelerator.unwrap_model(self.model_wrapped)
+            with sampled_logps(model, self.temperature) as record:
+                completion_ids, _ = super()._generate_single_turn(*args, **kwargs)
+            logprobs: Any = [row[: len(ids)] for row, ids in zip(record.rows(), completion_ids, strict=True)]
+        else:
+            completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
         _require_completions(completion_ids)
         return completion_ids, logprobs
 
     def _generate(self, prompts: list[Any]) -> Any:
         generated = super()._generate(prompts)
+        if self.args.old_logps_source == "rollout":
+            _require_logprobs(generated[1], generated[4])
         if self._listeners("on_completions"):
             self._dispatch("on_completions", completions=self._padded(generated[0], generated[1]))
         return generated
@@ -306,9 +408,51 @@ class BasePolicyTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self._inputs = inputs
+        from_rollout = self.args.old_logps_source == "rollout"
+        # where TRL would ask for log pi_old
+        self._awaits_old_logps = from_rollout and self.args.gradient_accumulation_steps % self.args._window != 0
         rollout = super()._generate_and_score_completions(inputs)
+        if from_rollout:
+            rollout["old_per_token_logps"] = rollout["sampling_per_token_logps"]
         self._dispatch_rollout(rollout)
         return rollout
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        if self._awaits_old_logps:
+            # the first call for a rollout; its answer is known
+            self._awaits_old_logps = False
+            return torch.zeros_like(input_ids[:, -logits_to_keep:], dtype=torch.float32), None, None
+        arguments = (model, input_ids, attention_mask, logits_to_keep, batch_size)
+        if batch_size is None or any(value is not None for value in kwargs.values()):
+            return super()._get_per_token_logps_and_entropies(*arguments, **kwargs)
+        # log pi_old and log pi_ref of a rollout: rows of similar length together, without their padding
+        start = input_ids.shape[1] - logits_to_keep
+        sizes = torch.stack(extents(attention_mask[:, :start], attention_mask[:, start:]), dim=1).tolist()
+        order = list(range(len(sizes)))
+        if self._savings.group:
+            order.sort(key=lambda i: -sum(sizes[i]))
+        logps = torch.zeros(input_ids[:, start:].shape, dtype=torch.float32, device=input_ids.device)
+        for first in range(0, len(order), batch_size):
+            rows = order[first : first + batch_size]
+            prompt = width([sizes[i][0] for i in rows], start, self._savings.trim_prompt, self._savings.multiple)
+            completion = width(
+                [sizes[i][1] for i in rows], logits_to_keep, self._savings.trim_completion, self._savings.multiple
+            )
+            index = torch.tensor(rows, device=input_ids.device)
+            columns = slice(start - prompt, start + completion)
+            scored, _, _ = super()._get_per_token_logps_and_entropies(
+                model, input_ids[index, columns], attention_mask[index, columns], completion
+            )
+            logps[index, :completion] = scored.float()
+        return logps, None, None
 
     def _dispatch_rollout(self, rollout: dict[str, Any]) -> None:
         """Tell callbacks of a finished rollout."""
@@ -333,17 +477,44 @@ class BasePolicyTrainer(GRPOTrainer):
             )
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
+        if self.model.training and self._buffered_inputs is not before:
+            self._generated_at = self.state.global_step
+            self._buffered_inputs = self._deal(self._buffered_inputs)
+            inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
         if not self.args._needs_step_tokens:
             return inputs
         if not self.model.training:
-            tokens = self.accelerator.reduce(_loss_mask(inputs).sum(), reduction="sum")
+            tokens = self.accelerator.reduce(_num_tokens(inputs), reduction="sum")
         else:
             if self._step_tokens is None:
                 self._step_tokens = self._count_step_tokens()
             tokens = self._step_tokens
         # a copy: the buffer hands the same dict out again in the next iteration
         return {**inputs, "num_tokens_in_step": tokens}
+
+    def _deal(self, buffer: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if any(buffer[0].get(name) is not None for name in _MULTIMODAL_INPUTS):
+            return buffer  # rows of pixels are not rows of the batch
+
+        def signal(rows: dict[str, Any]) -> torch.Tensor:
+            has = self._has_signal(rows, _loss_mask(rows))
+            skipped = statistics.ratio(~has, torch.ones_like(has))
+            statistics.merge(self._statistics["train"], {"skipped_rows_share": skipped})
+            return has
+
+        def most(numbers: torch.Tensor) -> torch.Tensor:
+            return self.accelerator.gather(numbers.to(self.accelerator.device).unsqueeze(0)).amax(0)
+
+        # Steps begin at multiples of the accumulation, generations at multiples of the buffer: between two multiples
+        # of both, micro-batches stay together
+        together = math.gcd(self.args.gradient_accumulation_steps, len(buffer)) if self._savings.group else 1
+        return deal(buffer, together, self._savings, signal, _num_tokens, most)
+
+    def _has_signal(self, inputs: dict[str, Any], mask: torch.Tensor) -> torch.Tensor:
+        """(B,) bool: rows to which `_policy_advantages` can give an advantage other than 0, at any token."""
+        return (token_advantages(inputs["advantages"], mask) != 0).any(1)
 
     def _count_step_tokens(self) -> torch.Tensor:
         """Valid tokens of the optimizer step that starts now, on all processes."""
@@ -355,7 +526,7 @@ class BasePolicyTrainer(GRPOTrainer):
             )
         assert self._buffered_inputs is not None
         slices = [self._buffered_inputs[(self._step + i) % len(self._buffered_inputs)] for i in range(micro_batches)]
-        return self.accelerator.reduce(sum(_loss_mask(batch).sum() for batch in slices), reduction="sum")
+        return self.accelerator.reduce(sum(_num_tokens(batch) for batch in slices), reduction="sum")
 
     # Loss
 
@@ -366,7 +537,7 @@ class BasePolicyTrainer(GRPOTrainer):
         advantages: torch.Tensor,
         mask: torch.Tensor,
     ) -> ObjectiveOutput:
-        """The method's per-token loss; the arguments are those of `objectives.grpo_loss`."""
+        """The method's per-token loss, 0 where the advantage is 0; the arguments are those of `objectives.grpo_loss`."""
         raise NotImplementedError
 
     def _policy_advantages(
@@ -383,6 +554,9 @@ class BasePolicyTrainer(GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         mode = "train" if self.model.training else "eval"
         completion_mask = inputs["completion_mask"]
+        if len(completion_mask) == 0:
+            # All rows of this micro-batch were left out, on every process
+            return torch.zeros((), device=completion_mask.device, requires_grad=True)
         mask = _loss_mask(inputs)
         # One forward gives everything: a second one would break ZeRO-3 with reentrant checkpointing
         per_token_logps, entropies, aux_loss = self._get_per_token_logps_and_entropies(
@@ -403,6 +577,8 @@ class BasePolicyTrainer(GRPOTrainer):
         old_per_token_logps = inputs.get("old_per_token_logps")
         if old_per_token_logps is None:
             old_per_token_logps = per_token_logps.detach()
+        elif self.args.old_logps_source == "rollout":
+            old_per_token_logps = self._against_sampler(per_token_logps.detach(), old_per_token_logps, mask, collected)
 
         advantages = self._policy_advantages(inputs, per_token_logps, old_per_token_logps, mask, collected)
         objective = self._objective(per_token_logps, old_per_token_logps, advantages, mask)
@@ -440,7 +616,8 @@ class BasePolicyTrainer(GRPOTrainer):
             # The gradient is averaged over processes, the number of tokens is that of all of them
             loss = reduce_loss(per_token_loss, mask, "token_mean", step_tokens) * self.accelerator.num_processes
         else:
-            loss = reduce_loss(per_token_loss, mask, self.args.aggregation, mask.size(0) * micro_batches)
+            rows = inputs.get("num_rows", mask.size(0)) * micro_batches
+            loss = reduce_loss(per_token_loss, mask, self.args.aggregation, rows)
 
         if self._entropy_bonus_enabled:
             size = mask.sum() if self.args.aggregation == "token_mean" else torch.ones_like(mask[:, 0]).sum()
@@ -453,6 +630,23 @@ class BasePolicyTrainer(GRPOTrainer):
 
         statistics.merge(self._statistics[mode], collected)
         return loss
+
+    def _against_sampler(
+        self,
+        per_token_logps: torch.Tensor,
+        sampled: torch.Tensor,
+        mask: torch.Tensor,
+        collected: dict[str, Statistic],
+    ) -> torch.Tensor:
+        """The sampler's log-probabilities; a token that it gave none for counts as sampled by the current policy."""
+        known = torch.isfinite(sampled)
+        collected["sampling/missing_share"] = statistics.mean(~known, mask)
+        if self._generated_at == self.state.global_step:
+            # no update since: what differs is the sampler's arithmetic
+            difference = (per_token_logps - sampled).abs()
+            collected[f"{_MISMATCH}/mean"] = statistics.mean(difference, mask & known)
+            collected[f"{_MISMATCH}/max"] = statistics.maximum(difference, mask & known)
+        return torch.where(known, sampled, per_token_logps)
 
     def _entropy_bonus(
         self,
@@ -524,6 +718,15 @@ class BasePolicyTrainer(GRPOTrainer):
                     f"The policy's log-probabilities are not finite near step {self.state.global_step}: its weights "
                     "or activations have overflowed. Resume from the last checkpoint with a lower `learning_rate` or "
                     "`max_grad_norm`, or in float32."
+                )
+            mismatch = step.get(f"{_MISMATCH}/mean", 0.0)
+            if mismatch > _MISMATCH_LIMIT:
+                warnings.warn(
+                    f"The sampler's log-probabilities differ from the trainer's by {mismatch:.3g} per token in the mean "
+                    f"near step {self.state.global_step}, above {_MISMATCH_LIMIT}: the ratio starts away from 1. Sample "
+                    "in the trainer's precision, or set `old_logps_source='recompute'`.",
+                    UserWarning,
+                    stacklevel=2,
                 )
             for name, value in step.items():
                 self._metrics[mode][name].append(value)
@@ -707,6 +910,19 @@ def _loss_mask(inputs: dict[str, Any]) -> torch.Tensor:
     """(B, T) bool: tokens that the model wrote, without padding, tool output and masked truncated rows."""
     mask = inputs["completion_mask"]
     return as_mask(mask if "tool_mask" not in inputs else mask * inputs["tool_mask"])
+
+
+def _num_tokens(inputs: dict[str, Any]) -> torch.Tensor:
+    """Valid tokens that a micro-batch stands for in the denominators, with those of rows that were left out."""
+    return inputs["num_tokens"] if "num_tokens" in inputs else _loss_mask(inputs).sum()
+
+
+def _require_logprobs(completion_ids: list[list[int]], logprobs: list[list[float]] | None) -> None:
+    if logprobs is None or [len(row) for row in logprobs] != [len(ids) for ids in completion_ids]:
+        raise ValueError(
+            "`old_logps_source='rollout'` needs one log-probability per sampled token: let `rollout_func` return them "
+            "as `logprobs`, or set `old_logps_source='recompute'`."
+        )
 
 
 def _require_completions(completion_ids: list[list[int]]) -> None:

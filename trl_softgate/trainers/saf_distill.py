@@ -594,8 +594,12 @@ class SAFDistillTrainer(BasePolicyTrainer):
             )
         scores = scores.detach().to(device=rollout["completion_ids"].device, dtype=torch.float32)
         rollout["teacher_per_token_logps"] = scores
-        mask = _taught(rollout, _loss_mask(rollout))
-        return torch.stack([(mask & ~torch.isfinite(scores)).sum(), mask.sum()])
+        mask = _loss_mask(rollout)
+        taught = _taught(rollout, mask)
+        if "teacher_rows" in rollout:
+            mode = "train" if self.model.training else "eval"
+            statistics.merge(self._statistics[mode], {"distill/taught_share": statistics.mean(taught, mask)})
+        return torch.stack([(taught & ~torch.isfinite(scores)).sum(), taught.sum()])
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)
@@ -656,9 +660,13 @@ class SAFDistillTrainer(BasePolicyTrainer):
             tanh_coef=self.args.opd_tanh_coef,
         )
         collected |= fused.statistics
-        if "teacher_rows" in inputs:
-            collected["distill/taught_share"] = statistics.mean(taught, mask)
         return fused.advantages
+
+    def _has_signal(self, inputs: dict[str, Any], mask: torch.Tensor) -> torch.Tensor:
+        rewarded = super()._has_signal({"advantages": self.args.grpo_coef * inputs["advantages"]}, mask)
+        if "teacher_per_token_logps" not in inputs or self._multiplier() == 0:
+            return rewarded
+        return rewarded | _taught(inputs, mask).any(1)
 
     def _objective(
         self,
