@@ -92,7 +92,9 @@ def assert_same_numbers(ours: dict[str, Any], expected: dict[str, Any]) -> None:
     assert ours.keys() == expected.keys()
     for name in expected.keys() - set(NOT_COMPARED):
         if isinstance(expected[name], float):
-            assert math.isclose(ours[name], expected[name], rel_tol=1e-5, abs_tol=2e-6), name
+            # a small difference of two KLs, each right to about 1e-6 of itself
+            absolute = 2e-5 if name == "distill/kl_relative_drop" else 2e-6
+            assert math.isclose(ours[name], expected[name], rel_tol=1e-5, abs_tol=absolute), name
 
 
 @pytest.mark.parametrize("backend", launch.BACKENDS)
@@ -133,6 +135,16 @@ class TestParity:
             if one["schedule"] is not None:
                 assert case == "adapter-lora" or one["schedule"]["frozen_at"] is not None
                 assert two["schedule"]["frozen_at"] == one["schedule"]["frozen_at"]
+
+    def test_rows_of_no_signal_are_left_out_alike(self, backend: str, runs: Runs) -> None:
+        """Micro-batches are empty on both ranks at once, and the gradient is that of all rows."""
+        left, plain = (weights(runs(backend) / "parity" / case / "model") for case in ("sapo-full", "plain-full"))
+        for name, weight in plain.items():
+            torch.testing.assert_close(left[name], weight, rtol=1e-5, atol=1e-6)
+        counts = [runs.result(backend, rank)["parity"]["sapo-full"]["empty_micro_batches"] for rank in range(2)]
+        assert counts[0] == counts[1] > 0
+        history = runs.result(backend)["parity"]["sapo-full"]["history"]
+        assert any(0 < entry.get("skipped_rows_share", 0) < 1 for entry in history)
 
     @pytest.mark.parametrize("case", CASES)
     def test_a_resumed_run_is_bitwise_the_whole_one(self, backend: str, case: str, runs: Runs) -> None:

@@ -45,8 +45,20 @@ METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 CASES = [f"{method}-{kind}" for method in METHODS for kind in ("full", "lora")]
 # another adapter of the student's base as the teacher: its forward gathers what the backend has spread
 METHODS["adapter"] = METHODS["saf"]
+# the same steps without any row or padding left out
+METHODS["plain"] = (
+    SAPOTrainer,
+    SAPOConfig,
+    dict(aggregation="token_mean", trim_padding=False, group_rows_by_length=False, skip_zero_signal_rows=False),
+)
 
 World = tuple[int, int]
+
+
+def reward_of_some(completions: list[str], prompts: list[str], **kwargs: Any) -> list[float]:
+    """No spread in the groups of prompts of odd length: nothing can be learned from their rows."""
+    rewards = tiny.reward(completions)
+    return [rewards[i] if len(prompts[i]) % 2 == 0 else 1.0 for i in range(len(rewards))]
 
 
 def world() -> World:
@@ -79,7 +91,7 @@ def make(case: str, folder: Path, base: Path, teacher: Any, **kwargs: Any) -> An
     torch.manual_seed(0)
     trainer = trainer_class(
         str(base),
-        kwargs.pop("reward", tiny.reward),
+        kwargs.pop("reward", reward_of_some if method in ("sapo", "plain") else tiny.reward),
         tiny.config(
             config_class,
             folder,
@@ -131,17 +143,32 @@ def facts(trainer: Any) -> dict[str, Any]:
     }
 
 
+def count_empty(trainer: Any) -> list[bool]:
+    """Filled in training: whether each micro-batch had no row left."""
+    empty: list[bool] = []
+    compute_loss = trainer._compute_loss
+
+    def count(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        empty.append(len(inputs["completion_ids"]) == 0)
+        return compute_loss(model, inputs)
+
+    trainer._compute_loss = count
+    return empty
+
+
 def parity(folder: Path) -> dict[str, Any]:
     """Each trainer, full and LoRA: trains on fixed rollouts, evaluates and saves."""
     results = {}
-    for case in (*CASES, "adapter-lora"):
+    for case in (*CASES, "adapter-lora", "plain-full"):
         output = folder / case
         trainer = make(case, output, folder.parent / "base", folder.parent / "teacher", save_strategy="no")
+        empty = count_empty(trainer)
         trainer.train()
         evaluation = trainer.evaluate(tiny.dataset(4))
         trainer.save_model(str(output / "model"))
         results[case] = {
             **facts(trainer),
+            "empty_micro_batches": sum(empty),
             "history": [entry for entry in trainer.state.log_history if "loss" in entry],
             "evaluation": evaluation,
             "schedule": trainer.fusion_schedule.state_dict() if hasattr(trainer, "fusion_schedule") else None,

@@ -132,9 +132,9 @@ def test_a_token_that_the_sampler_did_not_score(tmp_path: Path) -> None:
 
     trainer = make(tmp_path, "sapo", rollout_func=rollout, old_logps_source="rollout", max_steps=2, **REUSE)
     trainer.train()
-    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+    for entry in logs(trainer):
+        assert entry["ratio/mean"] == pytest.approx(1, abs=0.1)  # and not NaN, which transformers hides in the loss
     assert 0 < max(entry["sampling/missing_share"] for entry in logs(trainer)) < 0.2
-    assert logs(trainer)[0]["ratio/min"] == pytest.approx(1, abs=1e-4)
 
 
 @pytest.mark.parametrize("logprobs", ["none", "short"])
