@@ -127,7 +127,9 @@ def assert_same_gradients(ours: Gradients, expected: Gradients, tolerance: float
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.filterwarnings("ignore:`aggregation='token_mean'`:UserWarning")
 def test_the_gradient_is_the_same(method: str, window: str, tmp_path: Path) -> None:
-    options = dict(aggregation="seq_mean_token_mean") if window == "odd" else {}  # tokens of a step: known at its start
+    options = (
+        dict(aggregation="seq_mean_token_mean") if window == "odd" else {}
+    )  # tokens of a step: known at its start
     _, expected = train(method, window, tmp_path, **OFF, **options)
     _, record = train(method, window, tmp_path, **options)
     assert_same_gradients(record, expected)

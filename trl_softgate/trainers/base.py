@@ -10,18 +10,21 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from accelerate.utils import gather_object
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler, get_config_model_id, pad
 
+from ..callbacks.recorder import RunRecorder
 from ..diagnostics import statistics
+from ..diagnostics.observer import StepObserver
 from ..diagnostics.statistics import Statistic
 from ..objectives import AGGREGATIONS, LOG_RATIO_BOUND, ObjectiveOutput, reduce_loss
 from ..objectives.policy import token_advantages
 from ..objectives.ratios import as_mask, masked
-from ..validation import require_choice, require_number
+from ..validation import require_choice, require_number, require_whole
 from . import hooks  # noqa: F401  (checks the installed TRL)
 from .backend import check_backend
 from .micro_batches import Savings, deal, extents, padding_matters, width
@@ -57,6 +60,8 @@ class BasePolicyConfig(GRPOConfig):
             with which vLLM or transformers sampled the tokens; arXiv 2507.18071, section 5.4).
         resume_inexact: accept a checkpoint that lacks the training state of this package, or was written with
             another batch geometry; the resumed run then differs from one that never stopped.
+        record: write the numbers of every optimizer step to `output_dir/record` (`trl-softgate report` shows them).
+        record_every: steps from one to the next whose histograms and rows are recorded too, >= 1.
 
     `trim_padding`, `group_rows_by_length` and `skip_zero_signal_rows` are on where they leave the gradient of the
     optimizer step as it is (None), and can be switched off.
@@ -103,6 +108,13 @@ class BasePolicyConfig(GRPOConfig):
         },
     )
 
+    record: bool = field(
+        default=True, metadata={"help": "Write the numbers of every optimizer step to `output_dir/record`."}
+    )
+    record_every: int = field(
+        default=10, metadata={"help": "Steps from one to the next whose histograms and rows are recorded too."}
+    )
+
     # Options of GRPOConfig that this method has no use for: a changed value is refused rather than neglected.
     _UNUSED: ClassVar[tuple[str, ...]] = ()
     _METHOD: ClassVar[str] = ""
@@ -132,6 +144,7 @@ class BasePolicyConfig(GRPOConfig):
             check_sampling(self)
             # the ratio itself is then that to the sampler
             self.vllm_importance_sampling_correction = False
+        require_whole("record_every", self.record_every, minimum=1)
         self._check_exact(aux_loss=False)
         for name in self._UNUSED:
             if getattr(self, name) != self._default(name):
@@ -247,9 +260,12 @@ class _EpochRepeatSampler(RepeatSampler):
 class _LoopEvents(TrainerCallback):
     """Tells the trainer where transformers' training loop is."""
 
-    def __init__(self, on_train_begin: Callable[[], None], on_epoch_begin: Callable[[], None]) -> None:
+    def __init__(
+        self, on_train_begin: Callable[[], None], on_epoch_begin: Callable[[], None], on_step_end: Callable[[], None]
+    ) -> None:
         self._on_train_begin = on_train_begin
         self._on_epoch_begin = on_epoch_begin
+        self._on_step_end = on_step_end
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._on_train_begin()
@@ -257,16 +273,24 @@ class _LoopEvents(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._on_epoch_begin()
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._on_step_end()
+
 
 class BasePolicyTrainer(GRPOTrainer):
     """`trl.GRPOTrainer` with a loss of ours; subclasses supply `_objective` and, where needed, `_policy_advantages`.
 
-    Two more events for callbacks, each called once per generation batch, with the batch of this process:
+    More events for callbacks. Two are called once per generation batch, with the batch of this process:
 
     - `on_completions(args, state, control, *, completions, inputs, mode, **kwargs)` before rewards are computed, with
       `prompt_ids`, `prompt_mask`, `completion_ids` and `completion_mask`;
     - `on_rollout(args, state, control, *, rollout, inputs, mode, **kwargs)` afterwards, with `advantages` and more. It
-      may add tensors of B rows to the rollout, which then travel with their rows.
+      may add tensors of B rows to the rollout, which then travel with their rows; (B, T) are completion tokens.
+
+    One is called at the end of each optimizer step, on every process with the same numbers:
+
+    - `on_step_record(args, state, control, *, scalars, seen, **kwargs)`: the step's metrics as floats by name, and every
+      `record_every` steps what was observed beside them (`diagnostics.observer.Seen`), else None.
     """
 
     _CONFIG: ClassVar[type[BasePolicyConfig]] = BasePolicyConfig
@@ -328,7 +352,13 @@ class BasePolicyTrainer(GRPOTrainer):
         self._savings = self._resolve_savings()
         self._generated_at: int | None = None
         self._awaits_old_logps = False
-        self.add_callback(_LoopEvents(self._begin_training, self._begin_epoch))
+        self._observer: StepObserver | None = None
+        self._step_statistics: dict[str, Statistic] = {}
+        self._told: dict[str, int] = {}
+        self._last_grad_norm: Any = None
+        if self.args.record:
+            self.add_callback(RunRecorder(self._gate_temperatures is not None))
+        self.add_callback(_LoopEvents(self._begin_training, self._begin_epoch, self._tell_step))
 
     def _resolve_savings(self) -> Savings:
         inexact = self.args._inexact(self.aux_loss_enabled)
@@ -551,6 +581,11 @@ class BasePolicyTrainer(GRPOTrainer):
         """The advantages that enter the objective: (B,) or (B, T)."""
         return inputs["advantages"]
 
+    @property
+    def _gate_temperatures(self) -> tuple[float, float] | None:
+        """SAPO's tau for positive and for other advantages, where the objective has a gate."""
+        return None
+
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         mode = "train" if self.model.training else "eval"
         completion_mask = inputs["completion_mask"]
@@ -584,6 +619,8 @@ class BasePolicyTrainer(GRPOTrainer):
         objective = self._objective(per_token_logps, old_per_token_logps, advantages, mask)
         collected |= objective.statistics
         per_token_loss = objective.per_token_loss
+        if self._observer is not None and mode == "train":
+            self._observer.ratios(per_token_logps, old_per_token_logps, advantages, mask, self._gate_temperatures)
 
         if self.off_policy_mask_threshold is not None:
             # By the sign of the rollout's own advantage, also where the fused one has another
@@ -690,11 +727,38 @@ class BasePolicyTrainer(GRPOTrainer):
     # Metrics: sums and counts on the device, reduced over micro-batches and processes once per optimizer step
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        step = self.state.global_step
+        if self._observer is None and step % self.args.record_every == 0 and self._listeners("on_step_record"):
+            self._observer = StepObserver()
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.accelerator.sync_gradients:
             self._step_tokens = None
-            self._on_step_statistics(self._reduce_statistics("train"))
+            self._step_statistics = self._reduce_statistics("train")
+            self._on_step_statistics(self._step_statistics)
         return loss
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        self._last_grad_norm = super()._get_grad_norm(*args, **kwargs)
+        return self._last_grad_norm
+
+    def _tell_step(self) -> None:
+        """Tell callbacks of the optimizer step that has just ended."""
+        observer, self._observer = self._observer, None
+        merged, self._step_statistics = self._step_statistics, {}
+        if not self._listeners("on_step_record"):
+            return
+        seen = None
+        if observer is not None:
+            seen = observer.read(lambda counts: self.accelerator.reduce(counts, reduction="sum"), gather_object)
+        (scalars,) = statistics.to_floats([merged])
+        scalars.pop(_NONFINITE, None)
+        for name, values in self._metrics["train"].items():
+            if new := values[self._told.get(name, 0) :]:
+                scalars[name] = sum(new) / len(new)
+                self._told[name] = len(values)
+        if self._last_grad_norm is not None:
+            scalars["grad_norm"] = float(self._last_grad_norm)
+        self._dispatch("on_step_record", scalars=scalars, seen=seen)
 
     def _reduce_statistics(self, mode: str) -> dict[str, Statistic]:
         local, self._statistics[mode] = self._statistics[mode], {}
@@ -730,6 +794,8 @@ class BasePolicyTrainer(GRPOTrainer):
                 )
             for name, value in step.items():
                 self._metrics[mode][name].append(value)
+                if mode == "train":
+                    self._told[name] = len(self._metrics[mode][name])  # told when its step ended
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = "train" if self.model.training else "eval"
@@ -737,6 +803,8 @@ class BasePolicyTrainer(GRPOTrainer):
             self._reduce_statistics("eval")
         self._publish_statistics(mode)
         super().log(logs, start_time)
+        if mode == "train":
+            self._told = {}
 
     # State
 
@@ -869,6 +937,7 @@ class BasePolicyTrainer(GRPOTrainer):
         restored, self._restored = self._restored, None
         self._statistics["train"], self._finished["train"] = {}, []
         self._step_tokens = None
+        self._observer, self._told = None, {}
         self._epoch = int(self.state.epoch or 0) - 1
         self._entropy_window_stats = None
         self._buffered_inputs = None
@@ -879,6 +948,7 @@ class BasePolicyTrainer(GRPOTrainer):
         self._buffered_inputs = restored.buffer
         progress = restored.progress
         self._metrics["train"] = defaultdict(list, progress["metrics"])
+        self._told = {name: len(values) for name, values in self._metrics["train"].items()}
         self._tr_loss = restored.tensors["tr_loss"]
         # transformers reports `train_loss` over the steps of this call: what an earlier one left is not among them
         self._total_loss_scalar = -self._tr_loss.item()

@@ -647,9 +647,10 @@ class SAFDistillTrainer(BasePolicyTrainer):
         known = has_teacher_value(scores, taught)
         student = per_token_logps.detach() if self.args.opd_student_logps == "current" else old_per_token_logps
         collected["distill/kl"] = statistics.mean(k3_divergence(per_token_logps.detach(), scores, mask), known)
+        opd = opd_advantage(student, scores, mask)
         fused = fuse_advantages(
             inputs["advantages"],
-            opd_advantage(student, scores, mask),
+            opd,
             mask,
             available=known,
             expected=taught,
@@ -660,6 +661,8 @@ class SAFDistillTrainer(BasePolicyTrainer):
             tanh_coef=self.args.opd_tanh_coef,
         )
         collected |= fused.statistics
+        if self._observer is not None and self.model.training:
+            self._observer.teacher(opd, inputs["completion_ids"], inputs["advantages"], known)
         return fused.advantages
 
     def _has_signal(self, inputs: dict[str, Any], mask: torch.Tensor) -> torch.Tensor:
@@ -667,6 +670,12 @@ class SAFDistillTrainer(BasePolicyTrainer):
         if "teacher_per_token_logps" not in inputs or self._multiplier() == 0:
             return rewarded
         return rewarded | _taught(inputs, mask).any(1)
+
+    @property
+    def _gate_temperatures(self) -> tuple[float, float] | None:
+        if self.args.policy_objective != "sapo":
+            return None
+        return self.args.sapo_temperature_pos, self.args.sapo_temperature_neg
 
     def _objective(
         self,

@@ -51,6 +51,10 @@ class SAPOTrainer(BasePolicyTrainer):
     _tag_names: ClassVar[list[str]] = ["trl", "sapo", "trl-softgate"]
     _paper: ClassVar[dict[str, Any]] = {"title": "Soft Adaptive Policy Optimization", "id": "2511.20347"}
 
+    @property
+    def _gate_temperatures(self) -> tuple[float, float]:
+        return self.args.sapo_temperature_pos, self.args.sapo_temperature_neg
+
     def _objective(
         self,
         per_token_logps: torch.Tensor,
