@@ -25,6 +25,7 @@ WAITING = (
     "nonzero",
     "masked_select",
     "unique",
+    "_unique",
     "repeat_interleave.Tensor",
     "is_nonzero",
     "equal",
