@@ -4,18 +4,19 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-server lint gpu-check clean
+.PHONY: help demo test test-server lint bench gpu-check clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) PYTEST_ARGS='$(PYTEST_ARGS)' DEMO_ARGS='$(DEMO_ARGS)'"
+	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) PYTEST_ARGS='$(PYTEST_ARGS)' DEMO_ARGS='$(DEMO_ARGS)' BENCH_ARGS='$(BENCH_ARGS)'"
 
 demo: $(VENV)/.stamp-core ## install, then train a tiny student with SAF (no download of weights, no GPU)
 	$(BIN)/trl-softgate demo $(DEMO_ARGS)
@@ -30,6 +31,9 @@ lint: $(VENV)/.stamp-dev ## ruff check, ruff format --check, pyright
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: $(VENV)/.stamp-dev ## what a step costs beside stock TRL's, on this machine, in about half an hour (BENCH_ARGS="--size tiny")
+	$(BIN)/python benchmarks/step.py $(BENCH_ARGS)
 
 gpu-check: $(VENV)/.stamp-dev ## on a CUDA device: every way of training, its speed and memory, in a few minutes
 	$(BIN)/python benchmarks/gpu_check.py

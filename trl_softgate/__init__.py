@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CollapseGuard": "callbacks",
     "FusionSchedule": "fusion",
     "GSPOConfig": "trainers.gspo",
     "GSPOTrainer": "trainers.gspo",
@@ -20,6 +21,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "CollapseGuard",
     "FusionSchedule",
     "GSPOConfig",
     "GSPOTrainer",
@@ -32,7 +34,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .callbacks import TeacherLogprobsCallback
+    from .callbacks import CollapseGuard, TeacherLogprobsCallback
     from .fusion import FusionSchedule
     from .trainers.gspo import GSPOConfig, GSPOTrainer
     from .trainers.saf_distill import SAFDistillConfig, SAFDistillTrainer

@@ -31,3 +31,24 @@ def test_teachers(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     # an untrained adapter is the base model
     assert abs(results["local"]["mean"] - results["adapter"]["mean"]) < 1e-6
+
+
+def test_step(tmp_path: Path) -> None:
+    output = execute("benchmarks/step.py", "--size", "tiny", "--repeat", "1", "--output", str(tmp_path / "out.json"))
+    assert "ours / the other's" in output
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert {"torch", "trl", "transformers", "cpu", "threads", "size", "repeat", "gemm_gflops"} <= set(
+        written["environment"]
+    )
+    cases = {case["case"]: case for case in written["cases"]}
+    assert len(cases) == len(written["cases"])
+    compared = 0
+    for name, case in cases.items():
+        assert {"case", "ratio", "bar", "grad_rel_diff"} <= set(case), name
+        assert isinstance(case["ratio"], float), name
+        if case["grad_rel_diff"] is not None:
+            compared += 1
+            assert case["grad_rel_diff"] <= 1e-5, name
+    assert compared >= 7  # three methods, three rollouts that are cheaper for us, SAF without its teacher
+    # nothing of ours is kept beside what stock TRL holds; counted, not measured
+    assert cases["equal lengths, SAPO: memory of a step"]["ratio"] < 1.05

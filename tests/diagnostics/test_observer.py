@@ -124,7 +124,7 @@ def test_micro_batches_and_processes_add_up() -> None:
     assert sum(whole.histograms["ratio/sequence"][1]) == 8
     assert sum(first.counts["ratio/token"]) == mask.sum()
     weights = [sum(whole.histograms[f"gate/weight_{sign}"][1]) for sign in ("pos", "neg")]
-    assert 0 < min(weights) and sum(weights) < sum(whole.histograms["ratio/token"][1])  # the middle row has A = 0
+    assert min(weights) > 0 and sum(weights) < sum(whole.histograms["ratio/token"][1])  # the middle row has A = 0
 
 
 def test_without_a_gate_there_is_no_gap() -> None:

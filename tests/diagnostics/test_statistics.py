@@ -81,6 +81,45 @@ def test_a_part_without_tokens_changes_nothing() -> None:
         assert {k: v.item() for k, v in statistics.results(merged).items()} == {"mean": 3.0, "min": 2.0, "max": 4.0}
 
 
+def test_rows_may_share_a_value() -> None:
+    x = torch.tensor([[2.0], [math.nan], [-1.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, False], [False, False, False], [False, True, False]])
+    tokens = statistics.Tokens.of(mask)
+    each = all_three(x.expand(3, 3), mask)
+    rows = {"mean": tokens.mean(x), "min": tokens.minimum(x), "max": tokens.maximum(x)}
+    assert statistics.results(rows) == statistics.results(each)
+    assert tokens.mean(x > 0).result().item() == pytest.approx(2 / 3)
+    assert tokens.count.item() == 3
+    assert tokens.per_row.tolist() == [[2], [0], [1]]
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_what_is_zero_elsewhere_needs_no_mask(length: int) -> None:
+    torch.manual_seed(0)
+    x, mask = torch.rand(3, length), torch.rand(3, length) < 0.6
+    tokens = statistics.Tokens.of(mask)
+    zeroed = tokens.zero_elsewhere(x.masked_fill(~mask, math.nan))
+    assert torch.equal(tokens.mean(zeroed, zeroed=True).result(), statistics.mean(x, mask).result())
+    assert torch.equal(tokens.maximum(zeroed, zeroed=True).result(), statistics.maximum(x, mask).result())
+
+
+def test_long_rows_of_float32_do_not_depend_on_how_they_are_dealt() -> None:
+    torch.manual_seed(0)
+    x, mask = torch.rand(8, 8192) * 4.9e8, torch.rand(8, 8192) < 0.7
+    whole = statistics.mean(x, mask).result().item()
+    assert whole == pytest.approx(x[mask].double().mean().item(), rel=1e-6)
+    merged: dict[str, statistics.Statistic] = {}
+    for b in range(8):
+        statistics.merge(merged, {"x": statistics.mean(x[b : b + 1], mask[b : b + 1])})
+    assert merged["x"].result().item() == pytest.approx(whole, rel=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_lower_precision_are_taken_in_float32(dtype: torch.dtype) -> None:
+    x = torch.ones(2, 5000, dtype=dtype)
+    assert statistics.mean(x, x > 0).value.item() == 10_000
+
+
 def test_ratio_of_sums() -> None:
     parts = [([1.0, 2.0], [1.0, 0.0]), ([5.0], [3.0])]
     merged: dict[str, statistics.Statistic] = {}

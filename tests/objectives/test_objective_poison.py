@@ -70,6 +70,19 @@ def test_poison_leaves_an_unclipped_sequence_its_gradient(name: str, poison: flo
 
 
 @pytest.mark.parametrize(("name", "per_token"), CASES)
+@pytest.mark.parametrize("poison", POISONS)
+def test_a_factor_with_poison_in_masked_cells_changes_nothing(name: str, per_token: bool, poison: float) -> None:
+    lp, old, advantages, mask = random_batch(25, per_token=per_token, spread=1e-5).tensors()
+    gradients = []
+    for factor in (torch.ones_like(old), poisoned(torch.ones_like(old), mask, poison)):
+        out = ours(name, lp, old, advantages, mask, default_settings(name))
+        loss = reduce_loss(out.per_token_loss * factor + out.ratio * factor, mask, "seq_mean_token_mean")
+        gradients.append(torch.autograd.grad(loss, lp)[0])
+    assert gradients[0].any()
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize(("name", "per_token"), CASES)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("poison", [0.0, *POISONS])
 def test_everything_masked_gives_zero_and_keeps_the_graph(

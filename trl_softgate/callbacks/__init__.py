@@ -1,5 +1,7 @@
 """Callbacks that a user can add to a trainer or take off."""
 
+from .collapse_guard import CollapseGuard
+from .recorder import RunRecorder
 from .teacher_logprobs import TeacherLogprobsCallback
 
-__all__ = ["TeacherLogprobsCallback"]
+__all__ = ["CollapseGuard", "RunRecorder", "TeacherLogprobsCallback"]

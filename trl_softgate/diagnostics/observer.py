@@ -65,10 +65,10 @@ def row_log_ratios(token_log_ratio: torch.Tensor, mask: torch.Tensor) -> tuple[t
 def gate_gap(
     token_log_ratio: torch.Tensor, mask: torch.Tensor, tau: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """D_i = |mean over the row of g(log r_t) - g(log s_i)| and its bound tau^2 / 4 * Var_i, for g(z) = sech(tau z / 2)^2.
+    """D_i = |mean over the row of g(log r_t) - g(log s_i)| and its bound tau^2 / 4 * Var_i; g(z) = sech(tau z / 2)^2.
 
-    How far SAPO's gate of the tokens is from a gate of the sequence (arXiv 2511.20347, section 4). The bound is that of
-    a Taylor expansion to second order, whose second derivative is at most tau^2 / 2 in absolute value.
+    How far SAPO's gate of the tokens is from a gate of the sequence (arXiv 2511.20347, section 4). The bound is that
+    of a Taylor expansion to second order, whose second derivative is at most tau^2 / 2 in absolute value.
 
     Args:
         token_log_ratio: (B, T), 0 at masked cells.

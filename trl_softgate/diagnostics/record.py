@@ -118,7 +118,8 @@ class RunRecord:
                 part = pq.read_table(path, schema=SCHEMAS[table])
             except (OSError, pa.ArrowException) as error:
                 raise ValueError(
-                    f"{path} is not a part of a run's record ({error}): move {self._folder} away, or set `record=False`."
+                    f"{path} is not a part of a run's record ({error}): move {self._folder} away, or set "
+                    "`record=False`."
                 ) from None
             kept = part.filter(pc.field("step") <= step)
             if kept.num_rows < part.num_rows:

@@ -43,38 +43,94 @@ class Statistic:
         return torch.where(self.count > 0, value, 0.0)
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    # float64 sums make the result independent of how the tokens were dealt to micro-batches; MPS has no float64
-    return x.float() if x.device.type == "mps" else x.double()
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens that statistics are taken over, counted once for all of them.
+
+    What is measured is (B, T), or (B, 1) where all tokens of a row share one value; it may hold anything in the cells
+    that do not count. `zeroed` says that it comes from `zero_elsewhere` and is not negative, which saves a pass.
+
+    Attributes:
+        mask: (B, T) bool.
+        per_row: (B, 1) int32: number of tokens in each row.
+        count: 0-dim: number of tokens.
+    """
+
+    mask: torch.Tensor
+    per_row: torch.Tensor
+    count: torch.Tensor
+
+    @classmethod
+    def of(cls, mask: torch.Tensor) -> "Tokens":
+        """The tokens where the bool `mask`, (B, T), is true."""
+        per_row = mask.sum(-1, keepdim=True, dtype=torch.int32)
+        return cls(mask, per_row, _total(per_row))
+
+    def zero_elsewhere(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`, detached, with 0 where no token is."""
+        return self._filled(x, 0)
+
+    def mean(self, x: torch.Tensor, *, zeroed: bool = False) -> Statistic:
+        """Mean of `x`; of a bool, the share of tokens."""
+        x = x.detach() if zeroed else self.zero_elsewhere(x)
+        if x.shape == self.per_row.shape:
+            x = x * self.per_row
+        return Statistic("mean", _total(x), self.count)
+
+    def minimum(self, x: torch.Tensor) -> Statistic:
+        """Smallest `x`."""
+        return self._extremum("min", self._filled(x, _EMPTY["min"]))
+
+    def maximum(self, x: torch.Tensor, *, zeroed: bool = False) -> Statistic:
+        """Largest `x`."""
+        return self._extremum("max", x.detach() if zeroed else self._filled(x, _EMPTY["max"]))
+
+    def _filled(self, x: torch.Tensor, value: float) -> torch.Tensor:
+        counts = self.per_row > 0 if x.shape == self.per_row.shape else self.mask
+        if x.dtype == torch.bool and value == 0:
+            return x & counts
+        return torch.where(counts, x.detach(), value)
+
+    def _extremum(self, kind: Literal["min", "max"], x: torch.Tensor) -> Statistic:
+        if x.numel() == 0:
+            value = x.new_tensor(_EMPTY[kind])
+        else:
+            value = x.amin() if kind == "min" else x.amax()
+        return Statistic(kind, value.to(_wide(value)), self.count)
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.float32 if x.device.type == "mps" else torch.float64  # MPS has no float64
+
+
+def _total(x: torch.Tensor) -> torch.Tensor:
+    # A row is never dealt to two micro-batches, so its sum may be taken in float32, which is several times faster;
+    # the sum over rows in float64 makes the result independent of how they were dealt.
+    if x.dim() > 0:
+        # int32 holds any row, and the CPU copies what it sums in another type: a copy in int64 is 8 times a mask
+        exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+        x = x.sum(-1, dtype=exact if x.is_floating_point() else torch.int32)
+    return x.sum(dtype=_wide(x))
 
 
 def mean(x: torch.Tensor, mask: torch.Tensor) -> Statistic:
     """Mean of `x` over the cells where `mask` is true; both (B, T). `x` may hold anything elsewhere."""
-    return ratio(torch.where(mask, x.detach(), 0), mask)
+    return Tokens.of(mask).mean(x)
 
 
 def ratio(numerator: torch.Tensor, denominator: torch.Tensor) -> Statistic:
     """Sum of `numerator` over sum of `denominator`; any shapes."""
-    return Statistic("mean", _wide(numerator.detach()).sum(), _wide(denominator.detach()).sum())
+    return Statistic("mean", _total(numerator.detach()), _total(denominator.detach()))
 
 
 def minimum(x: torch.Tensor, mask: torch.Tensor) -> Statistic:
     """Smallest `x` over the cells where `mask` is true; both (B, T)."""
-    return _extremum("min", x, mask)
+    return Tokens.of(mask).minimum(x)
 
 
 def maximum(x: torch.Tensor, mask: torch.Tensor) -> Statistic:
     """Largest `x` over the cells where `mask` is true; both (B, T)."""
-    return _extremum("max", x, mask)
-
-
-def _extremum(kind: Literal["min", "max"], x: torch.Tensor, mask: torch.Tensor) -> Statistic:
-    filled = _wide(torch.where(mask, x.detach(), _EMPTY[kind]))
-    if filled.numel() == 0:
-        value = filled.new_tensor(_EMPTY[kind])
-    else:
-        value = filled.amin() if kind == "min" else filled.amax()
-    return Statistic(kind, value, _wide(mask).sum())
+    return Tokens.of(mask).maximum(x)
 
 
 def merge(into: dict[str, Statistic], new: Mapping[str, Statistic]) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from ..diagnostics import statistics
-from ..diagnostics.statistics import Statistic
-from ..objectives.policy import token_advantages
-from ..objectives.ratios import as_mask, masked, require_shape
+from ..diagnostics.statistics import Statistic, Tokens
+from ..objectives.policy import broadcast_advantages
+from ..objectives.ratios import as_mask, is_finite, log_ratio, masked, require_shape
 from ..validation import require_number
 
 
@@ -29,7 +29,7 @@ class FusionOutput:
 
 def has_teacher_value(teacher_per_token_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """(B, T) bool: valid tokens for which the teacher gave a finite log-probability."""
-    return as_mask(mask, teacher_per_token_logps) & torch.isfinite(teacher_per_token_logps)
+    return as_mask(mask, teacher_per_token_logps) & is_finite(teacher_per_token_logps)
 
 
 @torch.no_grad()
@@ -49,9 +49,9 @@ def opd_advantage(
         ValueError: the shapes differ.
     """
     require_shape("teacher_per_token_logps", teacher_per_token_logps, per_token_logps)
+    difference = log_ratio(teacher_per_token_logps, per_token_logps, as_mask(mask, per_token_logps))
     # a student's -inf would be an advantage of inf; its NaN is not hidden, it reaches the loss through the ratio
-    known = has_teacher_value(teacher_per_token_logps, mask) & torch.isfinite(per_token_logps)
-    return masked(teacher_per_token_logps, known) - masked(per_token_logps, known)
+    return difference.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 @torch.no_grad()
@@ -59,7 +59,7 @@ def top_k_percent_filter(advantages: torch.Tensor, mask: torch.Tensor, k: float 
     """Stage 1: keep, in each row, the advantages with |A| >= tau, and set the others to 0.
 
     tau is the (1 - k/100) quantile of |A| over the row's valid tokens, linearly interpolated (arXiv 2607.29209,
-    section 3.2). Ties at tau are all kept. One sort over (B, T), so there is no limit on the number of elements.
+    section 3.2). Ties at tau are all kept. One selection over (B, T), so there is no limit on the number of elements.
 
     Args:
         advantages: (B, T).
@@ -74,26 +74,34 @@ def top_k_percent_filter(advantages: torch.Tensor, mask: torch.Tensor, k: float 
     """
     mask = as_mask(mask, advantages)
     advantages = masked(advantages, mask)
-    return torch.where(_keep_set(advantages.abs(), mask, k), advantages, 0.0)
+    return torch.where(_keep_set(advantages.abs(), Tokens.of(mask), k), advantages, 0.0)
 
 
-def _keep_set(magnitude: torch.Tensor, mask: torch.Tensor, k: float | None) -> torch.Tensor:
-    """(B, T) bool: the valid tokens at or above their row's quantile."""
+def _keep_set(magnitude: torch.Tensor, tokens: Tokens, k: float | None) -> torch.Tensor:
+    """(B, T) bool: the tokens at or above their row's quantile. `magnitude` is 0 elsewhere."""
     if k is None:
-        return mask
+        return tokens.mask
     require_number("k", k, above=0, maximum=100)
-    if k == 100 or magnitude.shape[-1] == 0:
-        return mask
-    ascending = magnitude.masked_fill(~mask, float("inf")).sort(dim=-1).values
+    length = magnitude.shape[-1]
+    if k == 100 or length == 0:
+        return tokens.mask
+    last = (tokens.per_row - 1).clamp(min=0)
     # float64: in float32 the position of a quantile in a long row is off by whole ranks
-    position = (mask.sum(-1, keepdim=True) - 1).clamp(min=0).double() * (1 - k / 100)
+    position = last.double() * (1 - k / 100)
     below = position.long()
-    above = (below + 1).clamp(max=magnitude.shape[-1] - 1)
+    # The quantile lies between two neighbors from the top `size` values of its row, at a rank that depends on the
+    # number of valid tokens. Values of inf, as many as a row needs, bring it to the end of the top `size` in every
+    # row: then nothing is sorted, and one selection serves all rows.
+    size = length - int((length - 1) * (1 - k / 100))
+    ranks = torch.arange(size, device=magnitude.device)
+    padding = torch.where(ranks < size - 1 - (last - below), float("inf"), magnitude.new_zeros(()))
+    top = torch.cat([magnitude, padding], dim=-1).topk(size, dim=-1, sorted=False).values
+    neighbors = top.topk(min(2, size), dim=-1, largest=False).values
+    low, high = neighbors[:, :1], neighbors[:, -1:]
     fraction = (position - below).to(magnitude.dtype)
-    low, high = ascending.gather(-1, below), ascending.gather(-1, above)
     # where(): at fraction 0 the upper neighbor may be the padding's inf, and inf * 0 is NaN
     tau = torch.where(fraction > 0, torch.lerp(low, high, fraction), low)
-    return mask & (magnitude >= tau)
+    return tokens.mask & (magnitude >= tau)
 
 
 @torch.no_grad()
@@ -158,19 +166,23 @@ def fuse_advantages(
     if expected is not None:
         require_shape("expected", expected, opd_advantages)
         wanted = mask & as_mask(expected)
+    taught, valid = Tokens.of(known), Tokens.of(mask)
     opd = masked(opd_advantages, known)
-    kept = _keep_set(opd.abs(), known, top_k_percent)
+    size = opd.abs()
+    kept = _keep_set(size, taught, top_k_percent)
     term = opd_coef * multiplier * tanh_compress(torch.where(kept, opd, 0.0), tanh_coef)
-    grpo = grpo_coef * token_advantages(advantages, mask).to(term.dtype)
+    final = term.abs()
+    final_mean = taught.mean(final, zeroed=True)
+    grpo = grpo_coef * broadcast_advantages(advantages, mask).to(term.dtype)
     return FusionOutput(
-        advantages=grpo + term,
+        advantages=torch.where(mask, grpo + term, 0.0),
         statistics={
-            "distill/opd_abs_mean": statistics.mean(opd.abs(), known),
-            "distill/opd_abs_max": statistics.maximum(opd.abs(), known),
-            "distill/opd_abs_mean_final": statistics.mean(term.abs(), known),
-            "distill/opd_abs_max_final": statistics.maximum(term.abs(), known),
-            "distill/kept_share": statistics.mean(kept, known),
-            "distill/opd_to_grpo": statistics.ratio(term.abs(), grpo.abs()),
+            "distill/opd_abs_mean": taught.mean(size, zeroed=True),
+            "distill/opd_abs_max": taught.maximum(size, zeroed=True),
+            "distill/opd_abs_mean_final": final_mean,
+            "distill/opd_abs_max_final": taught.maximum(final, zeroed=True),
+            "distill/kept_share": taught.mean(kept, zeroed=True),
+            "distill/opd_to_grpo": Statistic("mean", final_mean.value, valid.mean(grpo.abs()).value),
             "distill/missing_share": statistics.mean(~known, wanted),
         },
     )

@@ -2,7 +2,7 @@
 
 import torch
 
-from .ratios import LOG_RATIO_BOUND, as_mask, masked, require_shape
+from .ratios import LOG_RATIO_BOUND, as_mask, is_finite, log_ratio, require_shape
 
 _KL_BOUND = 10.0
 
@@ -26,7 +26,6 @@ def k3_divergence(
         ValueError: the shapes differ.
     """
     require_shape("teacher_per_token_logps", teacher_per_token_logps, per_token_logps)
-    mask = as_mask(mask, per_token_logps) & torch.isfinite(teacher_per_token_logps)
-    x = masked(teacher_per_token_logps, mask) - masked(per_token_logps, mask)
-    x = x.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    mask = as_mask(mask, per_token_logps) & is_finite(teacher_per_token_logps)
+    x = log_ratio(teacher_per_token_logps, per_token_logps, mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return (x.exp() - x - 1).clamp(-_KL_BOUND, _KL_BOUND)

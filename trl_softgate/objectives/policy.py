@@ -6,14 +6,23 @@ reduced by `reduce_loss`. Masked cells may hold anything in any input.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 
 from ..diagnostics import statistics
-from ..diagnostics.statistics import Statistic
+from ..diagnostics.statistics import Statistic, Tokens
 from ..validation import require_choice, require_number
-from .ratios import as_mask, bounded_exp, log_ratio, masked, require_shape, sequence_log_ratio
+from .ratios import (
+    LOG_RATIO_BOUND,
+    as_mask,
+    at_least_float32,
+    bounded_exp,
+    log_ratio,
+    masked,
+    require_shape,
+    sequence_log_ratio,
+)
 
 
 @dataclass(frozen=True)
@@ -21,8 +30,9 @@ class ObjectiveOutput:
     """What an objective returns.
 
     Attributes:
-        per_token_loss: (B, T), with gradient; 0 at masked cells.
-        ratio: (B, T) importance ratio that the objective used, with gradient; 1 at masked cells.
+        per_token_loss: (B, T), with gradient. Masked cells hold finite numbers without meaning, which `reduce_loss`
+            leaves out.
+        ratio: (B, T) importance ratio that the objective used, with gradient; finite at masked cells.
         statistics: detached, mergeable diagnostics over the valid tokens.
     """
 
@@ -60,9 +70,9 @@ def grpo_loss(
     Raises:
         ValueError: a shape or an option is out of range.
     """
-    mask, advantages = _prepare(per_token_logps, old_per_token_logps, advantages, mask)
-    ratio = bounded_exp(log_ratio(per_token_logps, old_per_token_logps, mask))
-    return _clipped(ratio, advantages, mask, epsilon_low, epsilon_high, delta)
+    tokens, advantages = _prepare(per_token_logps, old_per_token_logps, advantages, mask)
+    ratio = bounded_exp(log_ratio(per_token_logps, old_per_token_logps, tokens.mask))
+    return _clipped(ratio, ratio, advantages, tokens, epsilon_low, epsilon_high, delta)
 
 
 def gspo_loss(
@@ -91,15 +101,17 @@ def gspo_loss(
             "`advantages` of shape (B, T) need `level='token'` (GSPO-token): one ratio for the row would average "
             "them over its tokens."
         )
-    mask, advantages = _prepare(per_token_logps, old_per_token_logps, advantages, mask)
-    row = sequence_log_ratio(log_ratio(per_token_logps, old_per_token_logps, mask), mask)
-    if level == "sequence":
-        exponent = torch.where(mask, row, 0.0)
-    else:
-        # x - sg(x) is 0 with the gradient of x; a log-probability of -inf would make it NaN
-        logps = masked(per_token_logps, mask & torch.isfinite(per_token_logps))
-        exponent = torch.where(mask, logps - logps.detach() + row.detach(), 0.0)
-    return _clipped(bounded_exp(exponent), advantages, mask, epsilon_low, epsilon_high, delta)
+    tokens, advantages = _prepare(per_token_logps, old_per_token_logps, advantages, mask)
+    token = log_ratio(per_token_logps, old_per_token_logps, tokens.mask)
+    row = sequence_log_ratio(token, tokens.per_row)
+    ratio = value = bounded_exp(row)
+    if level == "token":
+        # exp(x - sg(x) + sg(log s)) is s, and s its slope, or 0 where log s is out of bounds; only there can x be
+        # infinite, and x - sg(x) no number.
+        value = value.detach()
+        inside = row.detach().abs() <= LOG_RATIO_BOUND
+        ratio = value + value * torch.where(inside, token - token.detach(), 0.0)
+    return _clipped(ratio, value, advantages, tokens, epsilon_low, epsilon_high, delta)
 
 
 def sapo_loss(
@@ -124,26 +136,21 @@ def sapo_loss(
     """
     require_number("tau_pos", tau_pos, above=0)
     require_number("tau_neg", tau_neg, above=0)
-    mask, advantages = _prepare(per_token_logps, old_per_token_logps, advantages, mask)
-    ratio = bounded_exp(log_ratio(per_token_logps, old_per_token_logps, mask))
+    tokens, advantages = _prepare(per_token_logps, old_per_token_logps, advantages, mask)
+    ratio = bounded_exp(log_ratio(per_token_logps, old_per_token_logps, tokens.mask))
+    # each diagnostic as soon as it can be had: its temporaries then lie beside fewer other tensors
+    found = _ratio_statistics(ratio, tokens)
     positive = advantages > 0
     # of the ratio's dtype from the start: where() of two floats is float32
-    tau = torch.full_like(ratio, tau_neg, requires_grad=False).masked_fill(positive, tau_pos)
-    weight = soft_gate_weight(ratio.detach(), tau)
-    return ObjectiveOutput(
-        per_token_loss=-advantages * soft_gate(ratio, tau),
-        ratio=ratio,
-        statistics=_ratio_statistics(ratio, mask)
-        | {
-            "gate/weight_pos": statistics.mean(weight, mask & positive),
-            "gate/weight_neg": statistics.mean(weight, mask & (advantages < 0)),
-        },
-    )
+    tau = torch.where(positive, ratio.new_full((), tau_pos, requires_grad=False), tau_neg)
+    p = _gate_probability(ratio, tau)
+    found |= _gate_statistics(p.detach(), tokens.mask & positive, tokens.mask & (advantages < 0))
+    return ObjectiveOutput(per_token_loss=-advantages * _gate(p, tau), ratio=ratio, statistics=found)
 
 
 def soft_gate(ratio: torch.Tensor, tau: float | torch.Tensor) -> torch.Tensor:
     """SAPO's gate f(r) = 4 / tau * sigmoid(tau * (r - 1)) (arXiv 2511.20347, eq. 6): any shape, slope 1 at r = 1."""
-    return torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
+    return _gate(_gate_probability(ratio, tau), tau)
 
 
 def soft_gate_weight(ratio: torch.Tensor, tau: float | torch.Tensor) -> torch.Tensor:
@@ -151,16 +158,28 @@ def soft_gate_weight(ratio: torch.Tensor, tau: float | torch.Tensor) -> torch.Te
 
     The policy gradient of a token is w(r) * r * A * grad log pi_theta (arXiv 2511.20347, section 3).
     """
-    p = torch.sigmoid(tau * (ratio - 1))
-    return 4 * p * (1 - p)
+    return _slope(_gate_probability(ratio, tau))
+
+
+def _gate_probability(ratio: torch.Tensor, tau: float | torch.Tensor) -> torch.Tensor:
+    return (tau * (ratio - 1)).sigmoid_()  # in place where autograd does not need what is there
+
+
+def _gate(p: torch.Tensor, tau: float | torch.Tensor) -> torch.Tensor:
+    return p * (4 / tau)
+
+
+def _slope(p: torch.Tensor) -> torch.Tensor:
+    return (1 - p).mul_(p).mul_(4)
 
 
 def _prepare(
     per_token_logps: torch.Tensor, old_per_token_logps: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Checked bool mask and (B, T) advantages, 0 at masked cells."""
+) -> tuple[Tokens, torch.Tensor]:
+    """The valid tokens, and the advantages as `broadcast_advantages` gives them; shapes are checked."""
     require_shape("old_per_token_logps", old_per_token_logps, per_token_logps)
-    return as_mask(mask, per_token_logps), token_advantages(advantages, mask)
+    mask = as_mask(mask, per_token_logps)
+    return Tokens.of(mask), broadcast_advantages(advantages, mask)
 
 
 def token_advantages(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -169,49 +188,99 @@ def token_advantages(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tens
     Raises:
         ValueError: any other shape.
     """
+    mask = as_mask(mask)
+    return masked(broadcast_advantages(advantages, mask).expand(mask.shape), mask)
+
+
+def broadcast_advantages(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Advantages of shape (B,) as (B, 1), which costs nothing per token; those of shape (B, T) with 0 at masked cells.
+
+    Raises:
+        ValueError: any other shape.
+    """
     if advantages.shape == mask.shape[:1]:
-        advantages = advantages.unsqueeze(1).expand(mask.shape)
-    elif advantages.shape != mask.shape:
-        raise ValueError(
-            f"`advantages` must have shape {tuple(mask.shape[:1])} or {tuple(mask.shape)}, got "
-            f"{tuple(advantages.shape)}."
-        )
-    return masked(advantages, as_mask(mask))
+        return at_least_float32(advantages).unsqueeze(1)
+    if advantages.shape == mask.shape:
+        return masked(advantages, mask)
+    raise ValueError(
+        f"`advantages` must have shape {tuple(mask.shape[:1])} or {tuple(mask.shape)}, got {tuple(advantages.shape)}."
+    )
 
 
 def _clipped(
     ratio: torch.Tensor,
+    value: torch.Tensor,
     advantages: torch.Tensor,
-    mask: torch.Tensor,
+    tokens: Tokens,
     epsilon_low: float,
     epsilon_high: float,
     delta: float | None,
 ) -> ObjectiveOutput:
+    """`ratio`: (B, T), or (B, 1) where all tokens of a row share it; `value`: its values, (B, 1) where they are equal
+    in a row."""
     require_number("epsilon_low", epsilon_low, minimum=0, below=1)
     require_number("epsilon_high", epsilon_high, minimum=0)
     low, high = 1 - epsilon_low, 1 + epsilon_high
-    unclipped = ratio
+    limit = float("inf")
     if delta is not None:
         require_number("delta", delta, above=0)
-        unclipped = ratio.clamp(max=delta)
-    per_token_loss = -torch.min(unclipped * advantages, ratio.clamp(low, high) * advantages)
-    clipped_low = (ratio < low) & (advantages < 0)
-    clipped_high = (ratio > high) & (advantages > 0)
+        limit = delta
+    # The smaller of r * A and clip(r) * A is A times the ratio within bounds that depend on the sign of A.
+    positive = advantages > 0
+    floor = torch.where(positive, ratio.new_zeros((), requires_grad=False), low)
+    ceiling = torch.where(positive, ratio.new_full((), min(high, limit), requires_grad=False), max(high, limit))
+    found = _ratio_statistics(value, tokens)
+    clipped_low = tokens.mean((value < low) & (advantages < 0))
+    clipped_high = tokens.mean((value > high) & positive)
+    per_token_loss = -advantages * ratio.clamp(floor, ceiling)
     return ObjectiveOutput(
-        per_token_loss=per_token_loss,
-        ratio=ratio,
-        statistics=_ratio_statistics(ratio, mask)
+        per_token_loss=_at_tokens(per_token_loss, tokens.mask),
+        ratio=_at_tokens(ratio, tokens.mask),
+        statistics=found
         | {
-            "clip_ratio/low_mean": statistics.mean(clipped_low, mask),
-            "clip_ratio/high_mean": statistics.mean(clipped_high, mask),
-            "clip_ratio/region_mean": statistics.mean(clipped_low | clipped_high, mask),
+            "clip_ratio/low_mean": clipped_low,
+            "clip_ratio/high_mean": clipped_high,
+            # no token is both: the sign of its advantage decides
+            "clip_ratio/region_mean": Statistic("mean", clipped_low.value + clipped_high.value, tokens.count),
         },
     )
 
 
-def _ratio_statistics(ratio: torch.Tensor, mask: torch.Tensor) -> dict[str, Statistic]:
+class _RowAtTokens(torch.autograd.Function):
+    """(B, 1) seen as (B, T), without a copy; what a caller multiplies masked cells by, NaN included, does not reach
+    the row's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, row: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(mask)
+        return row.expand(mask.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (mask,), (gradient,) = ctx.saved_tensors, gradients
+        # half by half: the peak of the whole loss is here
+        half = mask.shape[1] // 2
+        first = torch.where(mask[:, :half], gradient[:, :half], 0.0).sum(-1, keepdim=True)
+        return first + torch.where(mask[:, half:], gradient[:, half:], 0.0).sum(-1, keepdim=True), None
+
+
+def _at_tokens(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return x if x.shape == mask.shape else cast(torch.Tensor, _RowAtTokens.apply(x, mask))
+
+
+def _ratio_statistics(ratio: torch.Tensor, tokens: Tokens) -> dict[str, Statistic]:
+    smallest = tokens.minimum(ratio)
+    zeroed = tokens.zero_elsewhere(ratio)
     return {
-        "ratio/min": statistics.minimum(ratio, mask),
-        "ratio/mean": statistics.mean(ratio, mask),
-        "ratio/max": statistics.maximum(ratio, mask),
+        "ratio/min": smallest,
+        "ratio/mean": tokens.mean(zeroed, zeroed=True),
+        "ratio/max": tokens.maximum(zeroed, zeroed=True),
+    }
+
+
+def _gate_statistics(p: torch.Tensor, positive: torch.Tensor, negative: torch.Tensor) -> dict[str, Statistic]:
+    weight = _slope(p)
+    return {
+        "gate/weight_pos": statistics.mean(weight, positive),
+        "gate/weight_neg": statistics.mean(weight, negative),
     }

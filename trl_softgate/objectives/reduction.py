@@ -37,7 +37,7 @@ def reduce_loss(
     mask = as_mask(mask, per_token_loss)
     loss = masked(per_token_loss, mask)
     if aggregation == "seq_mean_token_mean":
-        loss = loss.sum(-1) / mask.sum(-1).clamp(min=1)
+        loss = loss.sum(-1) / mask.sum(-1, dtype=torch.int32).clamp(min=1)
         size: float | torch.Tensor = loss.shape[0] if denominator is None else denominator
     else:
         size = mask.sum() if denominator is None else denominator

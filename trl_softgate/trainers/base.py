@@ -17,13 +17,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler, get_config_model_id, pad
 
-from ..callbacks.recorder import RunRecorder
+from ..callbacks import CollapseGuard, RunRecorder
 from ..diagnostics import statistics
 from ..diagnostics.observer import StepObserver
-from ..diagnostics.statistics import Statistic
+from ..diagnostics.statistics import Statistic, Tokens
 from ..objectives import AGGREGATIONS, LOG_RATIO_BOUND, ObjectiveOutput, reduce_loss
 from ..objectives.policy import token_advantages
-from ..objectives.ratios import as_mask, masked
+from ..objectives.ratios import as_mask, is_finite, masked
 from ..validation import require_choice, require_number, require_whole
 from . import hooks  # noqa: F401  (checks the installed TRL)
 from .backend import check_backend
@@ -56,8 +56,8 @@ class BasePolicyConfig(GRPOConfig):
         group_rows_by_length: deal the rows of an optimizer step to its micro-batches by length.
         skip_zero_signal_rows: leave rows whose advantage is 0 at every token out of forward and backward; they still
             count in the averages. The metrics of tokens (entropy, ratios) are then those of the other rows.
-        old_logps_source: `"recompute"` (log pi_old by a forward, where it is needed) or `"rollout"` (the log-probabilities
-            with which vLLM or transformers sampled the tokens; arXiv 2507.18071, section 5.4).
+        old_logps_source: `"recompute"` (log pi_old by a forward, where it is needed) or `"rollout"` (the
+            log-probabilities with which vLLM or transformers sampled the tokens; arXiv 2507.18071, section 5.4).
         resume_inexact: accept a checkpoint that lacks the training state of this package, or was written with
             another batch geometry; the resumed run then differs from one that never stopped.
         record: write the numbers of every optimizer step to `output_dir/record` (`trl-softgate report` shows them).
@@ -83,9 +83,7 @@ class BasePolicyConfig(GRPOConfig):
     )
     group_rows_by_length: bool | None = field(
         default=None,
-        metadata={
-            "help": "Deal the rows of an optimizer step to its micro-batches by length; default: where exact."
-        },
+        metadata={"help": "Deal the rows of an optimizer step to its micro-batches by length; default: where exact."},
     )
     skip_zero_signal_rows: bool | None = field(
         default=None,
@@ -289,8 +287,8 @@ class BasePolicyTrainer(GRPOTrainer):
 
     One is called at the end of each optimizer step, on every process with the same numbers:
 
-    - `on_step_record(args, state, control, *, scalars, seen, **kwargs)`: the step's metrics as floats by name, and every
-      `record_every` steps what was observed beside them (`diagnostics.observer.Seen`), else None.
+    - `on_step_record(args, state, control, *, scalars, seen, **kwargs)`: the step's metrics as floats by name, and
+      every `record_every` steps what was observed beside them (`diagnostics.observer.Seen`), else None.
     """
 
     _CONFIG: ClassVar[type[BasePolicyConfig]] = BasePolicyConfig
@@ -567,7 +565,7 @@ class BasePolicyTrainer(GRPOTrainer):
         advantages: torch.Tensor,
         mask: torch.Tensor,
     ) -> ObjectiveOutput:
-        """The method's per-token loss, 0 where the advantage is 0; the arguments are those of `objectives.grpo_loss`."""
+        """The method's per-token loss, 0 where the advantage is 0; arguments as in `objectives.grpo_loss`."""
         raise NotImplementedError
 
     def _policy_advantages(
@@ -603,11 +601,11 @@ class BasePolicyTrainer(GRPOTrainer):
             compute_aux_loss=self.aux_loss_enabled,
             **{name: inputs.get(name) for name in _MULTIMODAL_INPUTS},
         )
+        tokens = Tokens.of(mask)
         collected: dict[str, Statistic] = {
-            _NONFINITE: statistics.mean(~torch.isfinite(per_token_logps), mask),
+            _NONFINITE: tokens.mean(~is_finite(per_token_logps)),
+            "entropy": tokens.mean(entropies),
         }
-        entropies = masked(entropies, mask)
-        collected["entropy"] = statistics.mean(entropies, mask)
         # Absent where generation and optimization are aligned: the policy is still the one that sampled
         old_per_token_logps = inputs.get("old_per_token_logps")
         if old_per_token_logps is None:
@@ -634,7 +632,7 @@ class BasePolicyTrainer(GRPOTrainer):
             )
         entropy_mask = None
         if self.top_entropy_quantile < 1.0:
-            entropy_mask = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
+            entropy_mask = self.get_high_entropy_mask(masked(entropies, mask), mask, 1 - self.top_entropy_quantile)
             per_token_loss = per_token_loss * entropy_mask
         if self.use_vllm and self.vllm_importance_sampling_correction:
             per_token_loss = per_token_loss * inputs["importance_sampling_ratio"]
@@ -660,6 +658,7 @@ class BasePolicyTrainer(GRPOTrainer):
             size = mask.sum() if self.args.aggregation == "token_mean" else torch.ones_like(mask[:, 0]).sum()
             total = reduce_loss(per_token_loss, mask, self.args.aggregation, denominator=1)
             collected["policy_loss"] = statistics.ratio(total, size)
+            entropies = masked(entropies, mask)
             loss = loss - self._entropy_bonus(entropies, mask, entropy_mask, step_tokens, micro_batches, mode)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss / micro_batches
@@ -786,9 +785,9 @@ class BasePolicyTrainer(GRPOTrainer):
             mismatch = step.get(f"{_MISMATCH}/mean", 0.0)
             if mismatch > _MISMATCH_LIMIT:
                 warnings.warn(
-                    f"The sampler's log-probabilities differ from the trainer's by {mismatch:.3g} per token in the mean "
-                    f"near step {self.state.global_step}, above {_MISMATCH_LIMIT}: the ratio starts away from 1. Sample "
-                    "in the trainer's precision, or set `old_logps_source='recompute'`.",
+                    f"The sampler's log-probabilities differ from the trainer's by {mismatch:.3g} per token in the "
+                    f"mean near step {self.state.global_step}, above {_MISMATCH_LIMIT}: the ratio starts away from 1. "
+                    "Sample in the trainer's precision, or set `old_logps_source='recompute'`.",
                     UserWarning,
                     stacklevel=2,
                 )
@@ -820,7 +819,11 @@ class BasePolicyTrainer(GRPOTrainer):
         if resume_from_checkpoint is True:
             # without one, transformers says what is missing
             resume_from_checkpoint = last_complete(str(self.args.output_dir)) or True
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        for guard in self._guards:
+            while (checkpoint := guard.take_rollback()) is not None:
+                output = super().train(checkpoint, *args, **kwargs)
+        return output
 
     def _geometry(self) -> dict[str, Any]:
         """What must not change over a resume, by the name of its option."""
@@ -864,12 +867,17 @@ class BasePolicyTrainer(GRPOTrainer):
             mark_complete(checkpoint)
             rotate_checkpoints(run_dir, limit, self.state.best_model_checkpoint, use_mtime=True)
 
+    @property
+    def _guards(self) -> list[CollapseGuard]:
+        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, CollapseGuard)]
+
     def _save_training_state(self, checkpoint: str) -> None:
         inside_window = self._step % self.args._window != 0
         progress: dict[str, Any] = {
             "method": self._progress(),
             "metrics": {name: [float(v) for v in values] for name, values in self._metrics["train"].items()},
             "last_logged_step": self._globalstep_last_logged,
+            "guards": [guard.state_dict() for guard in self._guards],
         }
         if self.log_completions and self.accelerator.is_main_process:
             progress["logs"] = {
@@ -892,6 +900,19 @@ class BasePolicyTrainer(GRPOTrainer):
         if checkpoint is not None:
             self._restored = self._load_training_state(checkpoint)
         super()._load_optimizer_and_scheduler(checkpoint)
+        if self._restored is None or self.optimizer is None or self.lr_scheduler is None:
+            return
+        factor = 1.0
+        for guard, state in zip(self._guards, self._restored.progress["guards"], strict=False):
+            # the checkpoint knows of the rollbacks before it was written
+            factor *= guard.learning_rate_factor ** max(0, guard.rollbacks - state["rollbacks"])
+        if factor != 1:
+            for group in self.optimizer.param_groups:
+                group["lr"] *= factor
+                group["initial_lr"] *= factor
+            scheduler: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+            scheduler.base_lrs = [factor * rate for rate in scheduler.base_lrs]
+            scheduler._last_lr = [factor * rate for rate in scheduler._last_lr]
 
     def _load_training_state(self, checkpoint: str) -> TrainingState | None:
         path = state_path(checkpoint, self.accelerator.process_index)
@@ -959,6 +980,9 @@ class BasePolicyTrainer(GRPOTrainer):
                     self._logs[name][key].extend(rows)
             else:
                 self._logs[name].extend(value)
+        # a guard that was added or taken off since begins anew, or is forgotten
+        for guard, state in zip(self._guards, progress["guards"], strict=False):
+            guard.load_state_dict(state)
         self._restore_progress(progress["method"])
 
 

@@ -45,7 +45,7 @@ def padding_matters(config: Any) -> tuple[bool, bool]:
 
 
 def extents(prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns that each row needs of its prompt, counted from the right, and of its completion, from the left: (B,)."""
+    """Columns that each row needs: of its prompt, from the right, and of its completion, from the left; (B,), (B,)."""
     place = torch.arange(1, prompt_mask.shape[1] + 1, device=prompt_mask.device).flip(0)
     prompts = (place * (prompt_mask != 0)).amax(1)
     place = torch.arange(1, completion_mask.shape[1] + 1, device=completion_mask.device)

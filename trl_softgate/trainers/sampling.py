@@ -45,8 +45,8 @@ def check_sampling(args: Any) -> None:
         changed.append("temperature")
     if changed:
         raise ValueError(
-            f"`old_logps_source='rollout'` needs tokens sampled from the policy itself, and `{changed[0]}` changes the "
-            "distribution: leave it out, or set `old_logps_source='recompute'`."
+            f"`old_logps_source='rollout'` needs tokens sampled from the policy itself, and `{changed[0]}` changes "
+            "the distribution: leave it out, or set `old_logps_source='recompute'`."
         )
 
 

@@ -1,0 +1,86 @@
+"""Runs of the embedded task that stay healthy and runs that are driven to collapse, and what the guard says of them.
+
+    python benchmarks/collapse.py --settings healthy-gspo collapse-sapo --seeds 0 1
+    python benchmarks/collapse.py --judge          # the recorded runs again, with the guard's present limits
+
+Each run writes its record to `benchmarks/out/collapse/SETTING-SEED`. The guard is then shown the records step by step,
+as it would have seen them in training. Prints the table of detections, delays and false alarms in docs/diagnostics.md.
+"""
+
+import argparse
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path("benchmarks/out/collapse")
+# micro-batches of a rollout of 64 rows, its iterations, optimizer steps
+REUSE = dict(per_device_train_batch_size=8, steps_per_generation=8, num_iterations=4, max_steps=1280)
+MINI = dict(per_device_train_batch_size=16, steps_per_generation=4, max_steps=480)
+ONCE = dict(per_device_train_batch_size=64, max_steps=150)
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "healthy-gspo": ("GSPO", dict(**REUSE, learning_rate=3e-4)),
+    "healthy-grpo": ("GRPO", dict(**ONCE, learning_rate=1e-4)),
+    "healthy-sapo": ("SAPO", dict(**ONCE, learning_rate=1e-4)),
+    "healthy-mini": ("GSPO", dict(**MINI, learning_rate=3e-4)),
+    "collapse-sapo": ("SAPO", dict(**REUSE, learning_rate=3e-4)),
+    "collapse-mini": ("SAPO", dict(**MINI, learning_rate=6e-4)),
+    "collapse-grpo": ("GRPO", dict(**MINI, learning_rate=6e-4)),
+}
+
+
+def run(setting: str, seed: int) -> None:
+    from trl_softgate import GSPOConfig, GSPOTrainer, SAFDistillConfig, SAFDistillTrainer, SAPOConfig, SAPOTrainer
+    from trl_softgate.tasks.addition import build_dataset, build_tokenizer, completion_length, reward_exact
+    from trl_softgate.tasks.cold_start import ColdStartRecipe, load_or_build
+
+    method, options = SETTINGS[setting]
+    trainer_class, config_class, own = {
+        "GSPO": (GSPOTrainer, GSPOConfig, {}),
+        "SAPO": (SAPOTrainer, SAPOConfig, {}),
+        "GRPO": (SAFDistillTrainer, SAFDistillConfig, dict(opd_coef=0.0, aggregation="seq_mean_token_mean")),
+    }[method]
+    config = config_class(
+        str(FOLDER / f"{setting}-{seed}"),
+        gradient_accumulation_steps=1,
+        num_generations=8,
+        max_completion_length=completion_length(4),
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        beta=0.0,
+        seed=seed,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        logging_steps=10,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **own,
+        **options,
+    )
+    trainer_class(
+        load_or_build(ColdStartRecipe(stop_accuracy=0.28), seed=seed),
+        reward_exact,
+        config,
+        build_dataset(20000, seed, "train"),
+        processing_class=build_tokenizer(),
+    ).train()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--judge", action="store_true", help="train nothing")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore", FutureWarning)
+    for setting in args.settings:
+        for seed in args.seeds:
+            if not args.judge and not (FOLDER / f"{setting}-{seed}" / "record").exists():
+                print(f"{setting}, seed {seed} ...", file=sys.stderr)
+                run(setting, seed)
+
+
+if __name__ == "__main__":
+    main()
