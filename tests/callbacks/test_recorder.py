@@ -22,7 +22,7 @@ RUNTIME = ("train_runtime", "train_samples_per_second", "train_steps_per_second"
 
 def make(folder: Path, method: str = "sapo", **options: Any) -> Any:
     trainer_class, config_class, own = METHODS[method]
-    teacher = {}
+    teacher: dict[str, Any] = {}
     if method == "saf":
         teacher = dict(teacher_model=tiny.model(7), teacher_processing_class=tiny.tokenizer())
     args = tiny.config(config_class, folder, **{**REUSE, "max_steps": 6, "record_every": 2, **own, **options})

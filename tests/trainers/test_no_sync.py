@@ -45,7 +45,7 @@ class NoSync(TorchDispatchMode):
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing_in_the_loss_waits(method: str, observed: bool, tmp_path: Path) -> None:
     trainer_class, config_class, options = METHODS[method]
-    teacher = {}
+    teacher: dict[str, Any] = {}
     if trainer_class is SAFDistillTrainer:
         teacher = dict(teacher_model=tiny.model(7), teacher_processing_class=tiny.tokenizer())
     args = tiny.config(config_class, tmp_path, **options)
@@ -70,12 +70,14 @@ def test_nothing_in_the_loss_waits(method: str, observed: bool, tmp_path: Path) 
     }
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
-    trainer._observer = StepObserver() if observed else None
+    observer = StepObserver()
+    trainer._observer = observer if observed else None
     with NoSync():
         trainer._compute_loss(trainer.model, batch).backward()
-    assert torch.isfinite(logps.grad).all() and logps.grad.norm() > 0
+    gradient: Any = logps.grad
+    assert torch.isfinite(gradient).all() and gradient.norm() > 0
     if observed:
-        assert trainer._observer.counts
+        assert observer.counts
 
 
 def test_the_check_itself() -> None:

@@ -21,7 +21,7 @@ MISMATCH = "sampling/sampling_logp_difference"
 
 def make(folder: Path, method: str = "gspo", rollout_func: Any = None, peft_config: Any = None, **options: Any) -> Any:
     trainer_class, config_class = METHODS[method]
-    teacher = {}
+    teacher: dict[str, Any] = {}
     if method == "saf":
         teacher = dict(teacher_model=tiny.model(7), teacher_processing_class=tiny.tokenizer())
         options = {**dict(opd_warmup_steps=0), **options}

@@ -20,7 +20,7 @@ from trl_softgate import (
 )
 
 OPTIONS = ("trim_padding", "group_rows_by_length", "skip_zero_signal_rows")
-OFF = dict.fromkeys(OPTIONS, False)
+OFF: dict[str, Any] = dict.fromkeys(OPTIONS, False)
 METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gspo": (GSPOTrainer, GSPOConfig, dict(epsilon=3e-3, epsilon_high=4e-3)),
     "sapo": (SAPOTrainer, SAPOConfig, dict(aggregation="token_mean")),
@@ -77,12 +77,13 @@ def train(
     """In float64, so that little of a difference is rounding (rotations and norms stay float32)."""
     trainer_class, config_class, method_options = METHODS[method]
     accumulation, per_generation, iterations = WINDOWS[window]
-    teacher = {}
+    teacher: dict[str, Any] = {}
     if method == "saf":
         teacher = dict(teacher_model=tiny.model(7), teacher_processing_class=tiny.tokenizer())
     record = Gradients()
+    model = tiny.model() if model is None else model
     trainer = trainer_class(
-        (tiny.model() if model is None else model).to(dtype) if not isinstance(model, str) else model,
+        model if isinstance(model, str) else model.to(dtype),
         reward,
         tiny.config(
             config_class,
@@ -127,9 +128,9 @@ def assert_same_gradients(ours: Gradients, expected: Gradients, tolerance: float
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.filterwarnings("ignore:`aggregation='token_mean'`:UserWarning")
 def test_the_gradient_is_the_same(method: str, window: str, tmp_path: Path) -> None:
-    options = (
-        dict(aggregation="seq_mean_token_mean") if window == "odd" else {}
-    )  # tokens of a step: known at its start
+    options: dict[str, Any] = {}
+    if window == "odd":  # the tokens of a step are not known at its start
+        options["aggregation"] = "seq_mean_token_mean"
     _, expected = train(method, window, tmp_path, **OFF, **options)
     _, record = train(method, window, tmp_path, **options)
     assert_same_gradients(record, expected)
@@ -150,7 +151,8 @@ def test_the_gradient_is_the_same_in_float32(method: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("on", [names for k in (1, 2) for names in itertools.combinations(OPTIONS, k)], ids="+".join)
 def test_each_option_by_itself(on: tuple[str, ...], seed: int, tmp_path: Path) -> None:
     _, expected = train("gspo", "reuse", tmp_path, seed, **OFF)
-    _, record = train("gspo", "reuse", tmp_path, seed, **{**OFF, **dict.fromkeys(on, True)})
+    options: dict[str, Any] = {**OFF, **dict.fromkeys(on, True)}
+    _, record = train("gspo", "reuse", tmp_path, seed, **options)
     assert_same_gradients(record, expected)
     if on != ("group_rows_by_length",):  # which by itself saves nothing
         assert record.pushed[1] < expected.pushed[1]

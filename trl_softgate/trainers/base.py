@@ -366,13 +366,13 @@ class BasePolicyTrainer(GRPOTrainer):
             return name not in inexact if value is None else value
 
         left, right = padding_matters(self.model.config)
-        skip = on("skip_zero_signal_rows") and self._knows_signal()
+        multiple: Any = self.pad_to_multiple_of
         return Savings(
             trim_prompt=on("trim_padding") and not left,
             trim_completion=on("trim_padding") and not right,
             group=on("group_rows_by_length"),
-            skip=skip,
-            multiple=self.pad_to_multiple_of,
+            skip=on("skip_zero_signal_rows") and self._knows_signal(),
+            multiple=multiple,
         )
 
     def _knows_signal(self) -> bool:
@@ -453,7 +453,7 @@ class BasePolicyTrainer(GRPOTrainer):
         logits_to_keep: int,
         batch_size: int | None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, Any, Any]:
         if self._awaits_old_logps:
             # the first call for a rollout; its answer is known
             self._awaits_old_logps = False
@@ -507,7 +507,7 @@ class BasePolicyTrainer(GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if self.model.training and self._buffered_inputs is not before:
+        if self.model.training and self._buffered_inputs is not None and self._buffered_inputs is not before:
             self._generated_at = self.state.global_step
             self._buffered_inputs = self._deal(self._buffered_inputs)
             inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
@@ -907,7 +907,8 @@ class BasePolicyTrainer(GRPOTrainer):
             # the checkpoint knows of the rollbacks before it was written
             factor *= guard.learning_rate_factor ** max(0, guard.rollbacks - state["rollbacks"])
         if factor != 1:
-            for group in self.optimizer.param_groups:
+            optimizer: Any = self.optimizer
+            for group in optimizer.param_groups:
                 group["lr"] *= factor
                 group["initial_lr"] *= factor
             scheduler: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
