@@ -1,6 +1,6 @@
 """Runs of the embedded task that stay healthy and runs that are driven to collapse, and what the guard says of them.
 
-    python benchmarks/collapse.py --settings healthy-gspo collapse-sapo --seeds 0 1
+    python benchmarks/collapse.py --settings healthy-mini collapse-sapo --seeds 0 1
     python benchmarks/collapse.py --judge          # the recorded runs again, with the guard's present limits
 
 Each run writes its record to `benchmarks/out/collapse/SETTING-SEED`. The guard is then shown the records step by step,
@@ -19,7 +19,7 @@ REUSE = dict(per_device_train_batch_size=8, steps_per_generation=8, num_iteratio
 MINI = dict(per_device_train_batch_size=16, steps_per_generation=4, max_steps=480)
 ONCE = dict(per_device_train_batch_size=64, max_steps=150)
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "healthy-gspo": ("GSPO", dict(**REUSE, learning_rate=3e-4)),
+    "reuse-gspo": ("GSPO", dict(**REUSE, learning_rate=3e-4)),
     "healthy-grpo": ("GRPO", dict(**ONCE, learning_rate=1e-4)),
     "healthy-sapo": ("SAPO", dict(**ONCE, learning_rate=1e-4)),
     "healthy-mini": ("GSPO", dict(**MINI, learning_rate=3e-4)),
@@ -68,6 +68,27 @@ def run(setting: str, seed: int) -> None:
     ).train()
 
 
+def judge(setting: str, seed: int) -> tuple[str, ...]:
+    """What the guard would have said, step by step."""
+    import pandas as pd
+
+    from trl_softgate.diagnostics.health import HealthLimits, HealthMonitor
+
+    table = pd.read_parquet(FOLDER / f"{setting}-{seed}" / "record" / "scalars")
+    monitor, warned, collapsed = HealthMonitor(HealthLimits()), 0, "-"
+    for step, group in table.groupby("step"):
+        transition = monitor.observe(int(step), dict(zip(group.name, group.value, strict=True)))  # pyright: ignore
+        if transition is not None and transition.state == "warning":
+            warned += 1
+        if transition is not None and transition.state == "collapsed" and collapsed == "-":
+            collapsed = str(transition.step)
+    reward = table[table.name == "reward"].sort_values("step")
+    smooth = reward.value.rolling(10).mean()
+    peak = int(smooth.argmax())
+    last = f"{smooth.iloc[-1]:.2f}"
+    return setting, str(seed), f"{smooth.max():.2f} at {reward.step.iloc[peak]}", last, str(warned), collapsed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
@@ -80,6 +101,16 @@ def main() -> None:
             if not args.judge and not (FOLDER / f"{setting}-{seed}" / "record").exists():
                 print(f"{setting}, seed {seed} ...", file=sys.stderr)
                 run(setting, seed)
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("run", "seed", "peak reward, mean of 10", "at the end", "warnings", "collapsed at step")
+    for setting in args.settings:
+        for seed in args.seeds:
+            if (FOLDER / f"{setting}-{seed}" / "record").exists():
+                table.add_row(*judge(setting, seed))
+    Console().print(table)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import shutil
 import statistics
 import tempfile
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,10 +25,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from memory import PeakMemory
 from rich.console import Console
 from rich.table import Table
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
@@ -208,29 +206,6 @@ def fastest(call: Callable[[], object], repeat: int) -> float:
 def exponent(sizes: list[int], times: list[float]) -> float:
     """Slope of log time over log size."""
     return statistics.linear_regression([math.log(n) for n in sizes], [math.log(t) for t in times]).slope
-
-
-class PeakMemory(TorchDispatchMode):
-    """The most bytes at a time of storages that operators made in this context, or since `begin`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begin()
-
-    def begin(self) -> None:
-        self.bytes = 0
-        self._live: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {id(storage) for storage in _storages((args, kwargs))}
-        result = func(*args, **(kwargs or {}))
-        self._live |= {storage: storage.nbytes() for storage in _storages(result) if id(storage) not in given}
-        self.bytes = max(self.bytes, sum(self._live.values()))
-        return result
-
-
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -12,13 +12,12 @@ disturb little; with more, ratios of time mean something only on a machine with 
 
 FLOP utilisation counts 6 * parameters * tokens and the attention of the valid tokens of rows that have a signal, over
 the speed of a matrix product measured here. Memory is the most that a step has allocated at a time beyond the weights,
-counted by torch's profiler in a step of its own, not what the process holds. Prints a table and writes
+counted in a step of its own, not what the process holds. Prints a table and writes
 `benchmarks/out/bench.json`.
 """
 
 import argparse
 import gc
-import importlib
 import json
 import math
 import os
@@ -34,15 +33,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import loss_cost
 import torch
 import transformers
 import trl
 from datasets import Dataset
+from memory import PeakMemory
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -173,7 +173,7 @@ class Clock(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         torch.manual_seed(SEED)  # TRL shuffles the rows of a rollout
         gc.collect()
-        self._memory = MemoryCount() if self.examine else None
+        self._memory = PeakMemory() if self.examine else None
         if self._memory is not None:
             self._memory.__enter__()
         self._begin = now()
@@ -183,28 +183,9 @@ class Clock(TrainerCallback):
         if self._memory is None:
             return
         self._memory.__exit__(None, None, None)
-        self.peak = self._memory.peak
+        self.peak = self._memory.bytes
         # a parameter without gradient, such as a frozen one, is as good as one with zeros
         self.gradient = [torch.zeros(1) if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-
-class MemoryCount:
-    """Most bytes that torch has allocated at a time since the beginning; no pages that the allocator keeps."""
-
-    peak = 0
-
-    def __enter__(self) -> "MemoryCount":
-        self._profile: Any = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        self._profile.__enter__()
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self._profile.__exit__(*exc)
-        events = [event for event in self._profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-        held = 0
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            held += event.nbytes()
-            self.peak = max(self.peak, held)
 
 
 class Side:
@@ -316,8 +297,7 @@ class Bench:
             "SAF after the multiplier has reached 0": self.no_teacher_left,
             "LoRA student, adapter teacher: memory over LoRA-GRPO": self.adapter_memory,
         }
-        if Path(__file__).with_name("loss_cost.py").exists():
-            self.cases["the loss alone"] = self.loss_alone
+        self.cases["the loss alone"] = self.loss_alone
 
     def utilisation(self, rollouts: Rollouts, seconds: float) -> float:
         lengths = [len(row) for row, signal in zip(rollouts.rows, rollouts.signal, strict=True) if signal]
@@ -463,26 +443,26 @@ class Bench:
         )
         grpo.step()
         saf.step()
-        with MemoryCount() as chunk, torch.no_grad():
+        with PeakMemory() as chunk, torch.no_grad():
             score(grpo.trainer.model, batch)
         extra = saf.clock.peak - grpo.clock.peak + size
         return [
             {
                 "case": case,
-                "ratio": extra / (size + chunk.peak),
+                "ratio": extra / (size + chunk.bytes),
                 "bar": 1.0,
                 "grad_rel_diff": None,
                 "bytes": saf.clock.peak,
                 "other_bytes": grpo.clock.peak,
                 "extra_bytes": extra,
                 "adapter_bytes": size,
-                "chunk_bytes": chunk.peak,
+                "chunk_bytes": chunk.bytes,
             }
         ]
 
     def loss_alone(self, case: str) -> list[dict[str, Any]]:
         progress(case)
-        return importlib.import_module("loss_cost").run(torch.get_num_threads(), quick=self.quick)
+        return loss_cost.run(torch.get_num_threads(), quick=self.quick)
 
 
 class _Ended(FusionSchedule):

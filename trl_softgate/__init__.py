@@ -18,6 +18,7 @@ _HOMES = {
     "SAPOConfig": "trainers.sapo",
     "SAPOTrainer": "trainers.sapo",
     "TeacherLogprobsCallback": "callbacks",
+    "WeightDriftCallback": "callbacks",
 }
 
 __all__ = [
@@ -30,11 +31,12 @@ __all__ = [
     "SAPOConfig",
     "SAPOTrainer",
     "TeacherLogprobsCallback",
+    "WeightDriftCallback",
     "__version__",
 ]
 
 if TYPE_CHECKING:
-    from .callbacks import CollapseGuard, TeacherLogprobsCallback
+    from .callbacks import CollapseGuard, TeacherLogprobsCallback, WeightDriftCallback
     from .fusion import FusionSchedule
     from .trainers.gspo import GSPOConfig, GSPOTrainer
     from .trainers.saf_distill import SAFDistillConfig, SAFDistillTrainer

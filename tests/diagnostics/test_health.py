@@ -47,7 +47,7 @@ def test_between_two_rollouts_the_last_verdict_stands() -> None:
         ("kl", "kl", 0.1, 2.0),
         ("kl", "distill/kl", 0.1, 2.0),
         ("ratio", "ratio/max", 3.0, 1e6),
-        ("clipped_share", "clip_ratio/region_mean", 0.2, 0.95),
+        ("clipped_share", "clip_ratio/region_mean", 0.2, 0.97),
         ("gate_weight", "gate/weight_neg", 0.9, 0.1),
         ("gate_weight", "gate/weight_pos", 0.9, 0.1),
         ("grad_norm", "grad_norm", 0.2, 9.0),

@@ -3,5 +3,6 @@
 from .collapse_guard import CollapseGuard
 from .recorder import RunRecorder
 from .teacher_logprobs import TeacherLogprobsCallback
+from .weight_drift import WeightDriftCallback
 
-__all__ = ["CollapseGuard", "RunRecorder", "TeacherLogprobsCallback"]
+__all__ = ["CollapseGuard", "RunRecorder", "TeacherLogprobsCallback", "WeightDriftCallback"]

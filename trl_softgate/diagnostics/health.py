@@ -42,13 +42,13 @@ class HealthLimits:
     entropy_rise: float | None = 3.0
     kl: float | None = 1.0
     ratio: float | None = 1000.0
-    clipped_share: float | None = 0.9
+    clipped_share: float | None = 0.95
     gate_weight: float | None = 0.5
     grad_norm: float | None = 20.0
     truncated_share: float | None = 0.5
     window: int = 10
-    warn_after: int = 5
-    collapse_after: int = 10
+    warn_after: int = 10
+    collapse_after: int = 20
     recover_after: int = 10
 
     def __post_init__(self) -> None:

@@ -17,8 +17,11 @@ class GSPOConfig(BasePolicyConfig):
         epsilon: lower clip range of the sequence ratio, 1 - epsilon; in [0, 1). Paper: 3e-4.
         epsilon_high: upper clip range, 1 + epsilon_high; >= 0. Paper: 4e-4.
 
-    `aggregation` and `resume_inexact`: see `BasePolicyConfig`. All other options of `trl.GRPOConfig` are honored;
-    `loss_type` and `importance_sampling_level` are what makes the method and cannot be changed.
+    With several updates per rollout, `old_logps_source="rollout"` saves a forward (section 5.4): use it where the
+    sampler computes in the trainer's precision.
+
+    `aggregation`, `old_logps_source`, `record` and more: see `BasePolicyConfig`. All other options of `trl.GRPOConfig`
+    are honored; `loss_type` and `importance_sampling_level` are what makes the method and cannot be changed.
 
     Raises:
         ValueError: an option is out of range, or has no effect in GSPO.

@@ -17,8 +17,9 @@ class SAPOConfig(BasePolicyConfig):
         sapo_temperature_pos: tau of tokens with a positive advantage; > 0. Paper: 1.0.
         sapo_temperature_neg: tau of all other tokens; > 0. Paper: 1.05.
 
-    `aggregation` and `resume_inexact`: see `BasePolicyConfig`. All other options of `trl.GRPOConfig` are honored;
-    the clip options have no effect and are refused, `loss_type` and `importance_sampling_level` are fixed.
+    `aggregation`, `old_logps_source`, `record` and more: see `BasePolicyConfig`. All other options of `trl.GRPOConfig`
+    are honored; the clip options have no effect and are refused, `loss_type` and `importance_sampling_level` are
+    fixed.
 
     Raises:
         ValueError: an option is out of range, or has no effect in SAPO.
