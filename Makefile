@@ -2,7 +2,6 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
@@ -22,7 +21,12 @@ demo: $(VENV)/.stamp-core ## install, then train a tiny student with SAF (no dow
 	$(BIN)/trl-softgate demo $(DEMO_ARGS)
 
 test: $(VENV)/.stamp-dev ## install with everything the tests need, then run them (PYTEST_ARGS="tests/objectives -x")
+ifdef PYTEST_ARGS
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+else
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/distributed
+	$(BIN)/python -m pytest tests/distributed
+endif
 
 test-server: $(VENV)/.stamp-dev $(VENV)-vllm/.stamp ## the teacher server against a real `vllm serve` on the CPU, installed beside
 	TRL_SOFTGATE_VLLM=$(abspath $(VENV)-vllm)/bin/vllm $(BIN)/python -m pytest -m server tests/teachers

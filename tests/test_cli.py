@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 import transformers
 from rich.console import Console
@@ -30,7 +31,8 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    assert "demo" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert all(command in output for command in ("demo", "report", "drift", "env"))
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == f"trl-softgate {__version__}"
     assert main(["demo", "--help"]) == 0
@@ -49,6 +51,20 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--steps", "many"], "argument --steps: invalid int value: 'many'"),
         (["demo", "--seed", "-1"], "--seed must be between 0 and 4294967295, got -1."),
         (["demo", "--output-dir", f"{__file__}/runs"], "--output-dir must be a folder"),
+        (["report"], "the following arguments are required: RUN"),
+        (["report", "run", "--output", "."], "--output must be a file, but . is a folder."),
+        (["report", "run", "--figures", __file__], "--figures must be a folder"),
+        (["drift", "base"], "the following arguments are required: CHECKPOINT"),
+        (["drift", "base", "run", "--top-k", "0"], "--top-k must be at least 1, got 0."),
+        (
+            ["drift", "base", "run", "--output", "nowhere/drift.json"],
+            "--output must be a file in a folder that exists",
+        ),
+        (["env", "--teacher", "model"], "--teacher and --explain need --model."),
+        (["env", "--model", "model", "--gpu-memory", "0"], "--gpu-memory must be above 0, got 0.0."),
+        (["env", "--model", "model", "--gpu-memory", "nan"], "--gpu-memory must be above 0, got nan."),
+        (["env", "--model", "model", "--gpus", "0"], "--gpus must be at least 1, got 0."),
+        (["env", "--model", "model", "--lora-rank", "0"], "--lora-rank must be at least 1, got 0."),
     ],
 )
 def test_bad_arguments_are_one_sentence(
@@ -85,6 +101,82 @@ def test_importing_the_command_line_loads_nothing_heavy() -> None:
     code = f"import sys, trl_softgate.cli, trl_softgate.demo; print(sorted({heavy} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_report_of_a_trainer_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, output = tmp_path / "run", tmp_path / "report.html"
+    run.mkdir()
+    assert main(["report", str(run), "-o", str(output)]) == 1
+    captured = capsys.readouterr()
+    assert "holds nothing to report" in captured.err
+    assert captured.err.count("\n") == 1
+    state = {"log_history": [{"step": step, "reward": step / 3} for step in (1, 2, 3)]}
+    (run / "trainer_state.json").write_text(json.dumps(state))
+    (run / "record").mkdir()
+    (run / "record" / "run.json").write_text("{")
+    assert main(["report", str(run), "-o", str(output), "--figures", str(tmp_path / "figures")]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"{output}\n"
+    assert captured.err == ("trl-softgate report: warning: run: record/run.json cannot be read and was left out.\n")
+    assert "chart-reward" in output.read_text()
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"reward.png", "reward.svg"}
+
+
+def test_a_report_without_its_extra_names_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bokeh" else find_spec(name))
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "report.html")]) == 1
+    assert "pip install 'trl-softgate[report]'" in capsys.readouterr().err
+
+
+def test_drift_prints_a_line_for_each_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in range(3):
+        tiny.model(seed).save_pretrained(tmp_path / str(seed))
+    base, run, other = (str(tmp_path / str(seed)) for seed in range(3))
+    capsys.readouterr()
+    assert main(["drift", base, run]) == 0
+    output = capsys.readouterr().out
+    assert "stable" in output
+    assert "overlap" not in output
+
+    file = tmp_path / "drift.json"
+    assert main(["drift", base, run, other, "--top-k", "3", "--output", str(file)]) == 0
+    output = capsys.readouterr().out
+    assert "overlap" in output
+    assert "…" not in output  # in 80 columns
+    content = json.loads(file.read_text())
+    assert [layer["layer"] for layer in content["layers"]] == ["0", "1", "embed_tokens"]
+    assert len(content["matrices"]) == len(content["other"]) == len(content["overlaps"]) == 15
+    assert all(0 < overlap["left"] < 1 for overlap in content["overlaps"])
+
+    assert main(["drift", base, str(tmp_path / "nowhere")]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == f"trl-softgate drift: error: {tmp_path / 'nowhere'} is no folder.\n"
+    assert captured.out == ""
+
+
+def test_env_estimates_the_memory_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.model().config.save_pretrained(tmp_path / "student")
+    tiny.moe_model().config.save_pretrained(tmp_path / "teacher")
+    student, teacher = str(tmp_path / "student"), str(tmp_path / "teacher")
+    assert main(["env", "--model", student, "--teacher", teacher, "--gpus", "2", "--tokens", "64"]) == 0
+    output = capsys.readouterr().out
+    assert "FSDP2/ZeRO-3" in output
+    assert "cheapest that fits" in output
+    (tmp_path / "empty").mkdir()
+    assert main(["env", "--model", str(tmp_path / "empty")]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == f"trl-softgate env: error: The folder {tmp_path / 'empty'} has no config.json.\n"
+
+
+def test_env_prints_what_is_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("trl_softgate.environment._PROBES", ())
+    assert main(["env"]) == 0
+    output = capsys.readouterr().out
+    assert torch.__version__ in output
+    assert __version__ in output
 
 
 def test_run_demo_refuses_what_the_command_line_refuses(tmp_path: Path) -> None:

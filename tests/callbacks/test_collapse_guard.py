@@ -12,7 +12,7 @@ import torch
 from trl_softgate import CollapseGuard, SAPOConfig, SAPOTrainer
 from trl_softgate.diagnostics.health import HealthLimits
 
-LIMITS: dict[str, Any] = dict(window=1, warn_after=1, collapse_after=2, recover_after=2)
+LIMITS: dict[str, Any] = dict(reward_drop=0.1, window=1, warn_after=1, collapse_after=2, recover_after=2)
 
 
 class Rewards:

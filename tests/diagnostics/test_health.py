@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trl_softgate.diagnostics.health import HealthLimits, HealthMonitor, Transition
 
-QUICK: dict[str, Any] = dict(window=2, warn_after=2, collapse_after=4, recover_after=3)
+QUICK: dict[str, Any] = dict(reward_drop=0.1, window=2, warn_after=2, collapse_after=4, recover_after=3)
 
 
 def observe(limits: HealthLimits, rows: list[dict[str, float]]) -> list[Transition]:
@@ -123,4 +123,4 @@ def test_limits_out_of_range_are_refused(option: dict[str, Any]) -> None:
 
 def test_the_limits_in_one_line() -> None:
     text = HealthLimits(kl=None).describe()
-    assert "reward_drop 0.1" in text and "kl off" in text and "\n" not in text
+    assert "reward_drop 0.2" in text and "kl off" in text and "\n" not in text

@@ -37,7 +37,7 @@ class HealthLimits:
         ValueError: a limit is out of its range.
     """
 
-    reward_drop: float | None = 0.1
+    reward_drop: float | None = 0.2
     entropy_floor: float | None = 0.005
     entropy_rise: float | None = 3.0
     kl: float | None = 1.0
@@ -47,8 +47,8 @@ class HealthLimits:
     grad_norm: float | None = 20.0
     truncated_share: float | None = 0.5
     window: int = 10
-    warn_after: int = 10
-    collapse_after: int = 20
+    warn_after: int = 5
+    collapse_after: int = 10
     recover_after: int = 10
 
     def __post_init__(self) -> None:
