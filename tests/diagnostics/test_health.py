@@ -60,7 +60,8 @@ def test_each_signal_warns_and_recovers(option: str, name: str, good: float, bad
     assert (warning.step, warning.state) == (14, "warning")
     assert name in warning.evidence and "2 times in a row at step 14" in warning.evidence
     assert (healthy.step, healthy.state) == (17, "healthy")
-    assert not observe(HealthLimits(**QUICK, **{option: None}), rows)
+    off: dict[str, Any] = {**QUICK, option: None}
+    assert not observe(HealthLimits(**off), rows)
     assert not observe(HealthLimits(**QUICK), [{name: good}] * 20 + [{name: bad}] + [{name: good}] * 3)
 
 

@@ -30,8 +30,8 @@ def test_read_back_in_one_line(tmp_path: Path) -> None:
         run.append("scalars", scalars(step, 3 if step < 20 else 5))  # metrics that appear later
         assert read(tmp_path).index.tolist() == list(range(1, step + 1))
     table = read(tmp_path)
-    assert table.loc[7, "metric/2"] == 7.2
-    assert table["metric/4"].notna().sum() == 10
+    assert table["metric/2"].to_list()[6] == 7.2
+    assert len(table["metric/4"].dropna()) == 10
     assert len(list((tmp_path / "record" / "scalars").iterdir())) > 5
 
 
@@ -45,7 +45,7 @@ def test_a_resumed_run_has_no_duplicates(step: int, tmp_path: Path) -> None:
         again.append("scalars", scalars(i))
     table = read(tmp_path)
     assert table.index.tolist() == list(range(1, 35))
-    assert (table["metric/1"] == table.index + 0.1).all()
+    assert table["metric/1"].to_dict() == {step: step + 0.1 for step in range(1, 35)}
 
 
 def test_killed_while_a_part_is_written(tmp_path: Path) -> None:
