@@ -532,12 +532,16 @@ class BasePolicyTrainer(GRPOTrainer):
             statistics.merge(self._statistics["train"], {"skipped_rows_share": skipped})
             return has
 
-        def most(numbers: torch.Tensor) -> torch.Tensor:
-            return self.accelerator.gather(numbers.to(self.accelerator.device).unsqueeze(0)).amax(0)
-
         # Steps begin at multiples of the accumulation, generations at multiples of the buffer: between two multiples
         # of both, micro-batches stay together
         together = math.gcd(self.args.gradient_accumulation_steps, len(buffer)) if self._savings.group else 1
+
+        def most(numbers: torch.Tensor) -> torch.Tensor:
+            if self.is_deepspeed_enabled:
+                # its engine takes no backward that has no forward: every micro-batch keeps a row
+                return torch.full_like(numbers, together)
+            return self.accelerator.gather(numbers.to(self.accelerator.device).unsqueeze(0)).amax(0)
+
         return deal(buffer, together, self._savings, signal, _num_tokens, most)
 
     def _has_signal(self, inputs: dict[str, Any], mask: torch.Tensor) -> torch.Tensor:
