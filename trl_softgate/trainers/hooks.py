@@ -18,6 +18,7 @@ _TRAINER_HOOKS = (
     "_generate",
     "_generate_and_score_completions",
     "_generate_single_turn",
+    "_get_grad_norm",
     "_get_per_token_logps_and_entropies",
     "_get_train_sampler",
     "_load_optimizer_and_scheduler",
