@@ -82,7 +82,8 @@ def judge(setting: str, seed: int) -> tuple[str, ...]:
             warned += 1
         if transition is not None and transition.state == "collapsed" and collapsed == "-":
             collapsed = str(transition.step)
-    reward = table[table.name == "reward"].sort_values("step")
+    reward: Any = table[table.name == "reward"]
+    reward = reward.sort_values(by="step")
     smooth = reward.value.rolling(10).mean()
     peak = int(smooth.argmax())
     last = f"{smooth.iloc[-1]:.2f}"

@@ -50,7 +50,8 @@ def health(folder: Path) -> list[dict[str, Any]]:
 
 def rates(folder: Path) -> list[float]:
     table = pd.read_parquet(folder / "record" / "scalars")
-    return table[table.name == "learning_rate"].sort_values("step").value.tolist()
+    rates: Any = table[table.name == "learning_rate"]
+    return rates.sort_values(by="step").value.tolist()
 
 
 def test_it_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:

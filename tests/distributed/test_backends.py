@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 pytestmark = pytest.mark.timeout(900)
 
 CASES = [f"{method}-{kind}" for method in ("gspo", "sapo", "saf") for kind in ("full", "lora")]
-RESUMED = ("gspo-full", "sapo-lora", "saf-lora")
+RESUMED = ("gspo-full", "sapo-lora", "saf-full")
 WRAPPERS = {
     "ddp": ("DistributedType.MULTI_", "DistributedDataParallel"),
     "fsdp2": ("DistributedType.FSDP", "FSDP"),

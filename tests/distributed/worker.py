@@ -43,8 +43,8 @@ METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
 }
 CASES = [f"{method}-{kind}" for method in METHODS for kind in ("full", "lora")]
-# each method once; a killed run of SAF with all parameters is resumed besides
-RESUMED = ("gspo-full", "sapo-lora", "saf-lora")
+# each method once
+RESUMED = ("gspo-full", "sapo-lora", "saf-full")
 # another adapter of the student's base as the teacher: its forward gathers what the backend has spread
 METHODS["adapter"] = METHODS["saf"]
 # the same steps without any row or padding left out
