@@ -49,6 +49,13 @@ def test_histograms_are_numpys(edges: list[float], seed: int) -> None:
     assert histogram(x, mask, edges).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("edges", EDGES.values(), ids=EDGES)
+def test_a_value_on_an_edge_is_in_the_bin_above(edges: list[float]) -> None:
+    x = torch.tensor([edges[1:-1]], dtype=torch.float64)
+    expected, _ = np.histogram(x.numpy(), bins=np.array(edges))
+    assert histogram(x, torch.ones_like(x, dtype=torch.bool), edges).tolist() == expected.tolist()
+
+
 def test_what_lies_outside_and_what_is_no_number_counts_at_the_ends() -> None:
     x = torch.tensor([[-1.0, 2.0, float("nan"), 0.5, float("inf")]])
     counts = histogram(x, torch.ones_like(x, dtype=torch.bool), WEIGHT_EDGES)
@@ -80,6 +87,7 @@ def test_the_gap_is_within_its_bound(seed: int, tau: float, spread: float) -> No
     generator = torch.Generator().manual_seed(seed)
     z = spread * torch.randn(4, 9, generator=generator, dtype=torch.float64)
     mask = torch.rand(4, 9, generator=generator) < 0.7
+    mask[0] = False
     z = torch.where(mask, z, 0.0)
     gap, bound = gate_gap(z, mask, torch.full((4,), tau, dtype=torch.float64))
     for i in range(4):
