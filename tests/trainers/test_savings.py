@@ -19,10 +19,13 @@ from trl_softgate import (
     SAPOTrainer,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:`epsilon:UserWarning")
+
 OPTIONS = ("trim_padding", "group_rows_by_length", "skip_zero_signal_rows")
 OFF: dict[str, Any] = dict.fromkeys(OPTIONS, False)
 METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "gspo": (GSPOTrainer, GSPOConfig, dict(epsilon=3e-3, epsilon_high=4e-3)),
+    # wide clips: some rows are clipped after the first update, not all
+    "gspo": (GSPOTrainer, GSPOConfig, dict(epsilon=0.2, epsilon_high=0.3)),
     "sapo": (SAPOTrainer, SAPOConfig, dict(aggregation="token_mean")),
     "saf": (SAFDistillTrainer, SAFDistillConfig, dict(opd_warmup_steps=0)),
     "saf-annealed": (SAFDistillTrainer, SAFDistillConfig, dict(opd_coef=0.0)),
