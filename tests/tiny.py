@@ -82,6 +82,11 @@ def moe_model(seed: int = 0) -> Qwen3MoeForCausalLM:
     )
 
 
+def teacher() -> dict[str, Any]:
+    """Arguments of a SAF trainer: another tiny model as the teacher."""
+    return dict(teacher_model=model(7), teacher_processing_class=tokenizer())
+
+
 def dataset(rows: int = 16) -> Dataset:
     """Prompts of very different lengths."""
     rng = random.Random(0)

@@ -46,6 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _fail(parser: _Parser, problem: object, code: int) -> int:
+    """Say in one sentence why a command ends, and give its exit code."""
+    print(f"{parser.prog}: error: {problem}", file=sys.stderr)
+    return code
+
+
 def _add_demo(commands: argparse._SubParsersAction[_Parser]) -> None:
     from .demo import DEFAULT_STEPS, TRAINERS
 
@@ -77,13 +83,11 @@ def _demo(args: argparse.Namespace) -> int:
     elif any(path.exists() and not path.is_dir() for path in (args.output_dir, *args.output_dir.parents)):
         problem = f"--output-dir must be a folder, but {args.output_dir} is, or lies under, a file."
     if problem is not None:
-        print(f"{parser.prog}: error: {problem}", file=sys.stderr)
-        return 2
+        return _fail(parser, problem, 2)
     try:
         run_demo(trainer=args.trainer, steps=args.steps, seed=args.seed, output_dir=args.output_dir)
     except (DemoError, OSError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 1
+        return _fail(parser, error, 1)
     return 0
 
 
@@ -115,13 +119,11 @@ def _report(args: argparse.Namespace) -> int:
     elif args.figures is not None and args.figures.exists() and not args.figures.is_dir():
         problem = f"--figures must be a folder, but {args.figures} is a file."
     if problem is not None:
-        print(f"{parser.prog}: error: {problem}", file=sys.stderr)
-        return 2
+        return _fail(parser, problem, 2)
     try:
         warnings = write_report(args.runs, args.output, args.figures)
     except (ReportError, OSError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 1
+        return _fail(parser, error, 1)
     for warning in warnings:
         print(f"{parser.prog}: warning: {warning}", file=sys.stderr)
     print(args.output)
@@ -158,8 +160,7 @@ def _drift(args: argparse.Namespace) -> int:
     elif args.output is not None and (args.output.is_dir() or not args.output.parent.is_dir()):
         problem = f"--output must be a file in a folder that exists, got {args.output}."
     if problem is not None:
-        print(f"{parser.prog}: error: {problem}", file=sys.stderr)
-        return 2
+        return _fail(parser, problem, 2)
     try:
         drift = weight_drift(
             args.base,
@@ -172,8 +173,7 @@ def _drift(args: argparse.Namespace) -> int:
         if args.output is not None:
             write_drift(drift, args.output)
     except (DriftError, OSError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 1
+        return _fail(parser, error, 1)
     console = Console()
     console.print(drift_table(drift))
     if drift.left_out:
@@ -212,8 +212,7 @@ def _env(args: argparse.Namespace) -> int:
         if problem is None and getattr(args, option) < 1:
             problem = f"--{option.replace('_', '-')} must be at least 1, got {getattr(args, option)}."
     if problem is not None:
-        print(f"{parser.prog}: error: {problem}", file=sys.stderr)
-        return 2
+        return _fail(parser, problem, 2)
 
     from rich.console import Console
 
@@ -227,8 +226,7 @@ def _env(args: argparse.Namespace) -> int:
         student = model_size(args.model, args.lora_rank)
         teacher = None if args.teacher is None else model_size(args.teacher, args.lora_rank)
     except EnvironmentProblem as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 1
+        return _fail(parser, error, 1)
     print_estimates(
         console,
         student,

@@ -22,9 +22,7 @@ RUNTIME = ("train_runtime", "train_samples_per_second", "train_steps_per_second"
 
 def make(folder: Path, method: str = "sapo", **options: Any) -> Any:
     trainer_class, config_class, own = METHODS[method]
-    teacher: dict[str, Any] = {}
-    if method == "saf":
-        teacher = dict(teacher_model=tiny.model(7), teacher_processing_class=tiny.tokenizer())
+    teacher = tiny.teacher() if method == "saf" else {}
     args = tiny.config(config_class, folder, **{**REUSE, "max_steps": 6, "record_every": 2, **own, **options})
     return trainer_class(tiny.model(), tiny.reward, args, tiny.dataset(), processing_class=tiny.tokenizer(), **teacher)
 

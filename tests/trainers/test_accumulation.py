@@ -86,7 +86,7 @@ def _train(method: str, aggregation: str, accumulation: int, folder: Path, windo
         processing_class=tiny.tokenizer(),
         rollout_func=tiny.fixed_rollout,
         callbacks=[record],
-        **(dict(teacher_model=tiny.model(7), teacher_processing_class=tiny.tokenizer()) if saf else {}),
+        **(tiny.teacher() if saf else {}),
     )
     record.trainer = trainer
     trainer.train()

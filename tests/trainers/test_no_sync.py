@@ -45,9 +45,7 @@ class NoSync(TorchDispatchMode):
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing_in_the_loss_waits(method: str, observed: bool, tmp_path: Path) -> None:
     trainer_class, config_class, options = METHODS[method]
-    teacher: dict[str, Any] = {}
-    if trainer_class is SAFDistillTrainer:
-        teacher = dict(teacher_model=tiny.model(7), teacher_processing_class=tiny.tokenizer())
+    teacher = tiny.teacher() if trainer_class is SAFDistillTrainer else {}
     args = tiny.config(config_class, tmp_path, **options)
     trainer = trainer_class(
         tiny.model(), tiny.reward, args, tiny.dataset(), processing_class=tiny.tokenizer(), **teacher

@@ -10,25 +10,22 @@ from peft import LoraConfig
 
 from trl_softgate import GSPOConfig, GSPOTrainer, SAFDistillConfig, SAFDistillTrainer, SAPOConfig, SAPOTrainer
 
-METHODS: dict[str, tuple[Any, Any]] = {
-    "gspo": (GSPOTrainer, GSPOConfig),
-    "sapo": (SAPOTrainer, SAPOConfig),
-    "saf": (SAFDistillTrainer, SAFDistillConfig),
+METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "gspo": (GSPOTrainer, GSPOConfig, {}),
+    "sapo": (SAPOTrainer, SAPOConfig, {}),
+    "saf": (SAFDistillTrainer, SAFDistillConfig, dict(opd_warmup_steps=0)),
 }
 REUSE: dict[str, Any] = dict(steps_per_generation=2, gradient_accumulation_steps=1, num_iterations=2)
 MISMATCH = "sampling/sampling_logp_difference"
 
 
 def make(folder: Path, method: str = "gspo", rollout_func: Any = None, peft_config: Any = None, **options: Any) -> Any:
-    trainer_class, config_class = METHODS[method]
-    teacher: dict[str, Any] = {}
-    if method == "saf":
-        teacher = dict(teacher_model=tiny.model(7), teacher_processing_class=tiny.tokenizer())
-        options = {**dict(opd_warmup_steps=0), **options}
+    trainer_class, config_class, own = METHODS[method]
+    teacher = tiny.teacher() if method == "saf" else {}
     return trainer_class(
         tiny.model(),
         tiny.reward,
-        tiny.config(config_class, folder, **{"max_steps": 4, **options}),
+        tiny.config(config_class, folder, **{"max_steps": 4, **own, **options}),
         tiny.dataset(),
         processing_class=tiny.tokenizer(),
         rollout_func=rollout_func,

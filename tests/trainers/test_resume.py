@@ -52,7 +52,7 @@ NOT_COMPARED += ("eval_runtime", "eval_samples_per_second", "eval_steps_per_seco
 
 def make_trainer(method: str, window: str, output_dir: Path, **kwargs: Any) -> Any:
     trainer_class, config_class, options = METHODS[method]
-    extra = dict(teacher_model=tiny.model(7), teacher_processing_class=tiny.tokenizer()) if method == "saf" else {}
+    extra = tiny.teacher() if method == "saf" else {}
     defaults: dict[str, Any] = dict(
         max_steps=STEPS,
         save_strategy="steps",

@@ -80,9 +80,7 @@ def train(
     """In float64, so that little of a difference is rounding (rotations and norms stay float32)."""
     trainer_class, config_class, method_options = METHODS[method]
     accumulation, per_generation, iterations = WINDOWS[window]
-    teacher: dict[str, Any] = {}
-    if method == "saf":
-        teacher = dict(teacher_model=tiny.model(7), teacher_processing_class=tiny.tokenizer())
+    teacher = tiny.teacher() if method == "saf" else {}
     record = Gradients()
     model = tiny.model() if model is None else model
     trainer = trainer_class(

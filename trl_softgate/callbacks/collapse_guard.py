@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..diagnostics.health import HealthLimits, HealthMonitor, Transition
 from ..diagnostics.record import record_folder
@@ -25,14 +26,14 @@ class CollapseGuard(TrainerCallback):
 
     Args:
         action: what follows on "collapsed": `"log"`; `"stop"`, with a checkpoint; `"rollback"`: go on from the newest
-            checkpoint that was written while every signal was good, with the two factors applied.
+            checkpoint that was written while every signal was good, with the two factors applied; without one, stop.
         limits: when a signal is bad; default: `HealthLimits()`.
         learning_rate_factor: on the learning rate at each rollback, in (0, 1].
         temperature_factor: on SAPO's temperatures at each rollback, >= 1; a higher one damps large ratios more.
         max_rollbacks: after that many the run is stopped, >= 1.
 
     Raises:
-        ValueError: an option is out of range, or a rollback finds no checkpoint to go back to.
+        ValueError: an option is out of range.
 
     Example:
         >>> SAPOTrainer(..., callbacks=[CollapseGuard(action="stop")])
@@ -110,7 +111,7 @@ class CollapseGuard(TrainerCallback):
             return "log"
         control.should_training_stop = True
         if self.action == "rollback" and self.rollbacks < self.max_rollbacks:
-            folders = [Path(args.output_dir) / f"checkpoint-{step}" for step in reversed(self._sound)]
+            folders = [Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}" for step in reversed(self._sound)]
             target = next((folder for folder in folders if folder.is_dir()), None)
             if target is not None:
                 self.rollbacks += 1

@@ -1,6 +1,5 @@
 """Writes what a run does, step by step, into its output folder."""
 
-import importlib.metadata
 import time
 from typing import Any
 
@@ -8,8 +7,8 @@ from transformers import TrainerCallback
 
 from ..diagnostics.observer import WEIGHT_EDGES, Seen, percentile
 from ..diagnostics.record import RunRecord, record_folder
+from ..environment import versions
 
-_PACKAGES = ("torch", "trl", "transformers", "accelerate", "peft", "datasets", "trl_softgate")
 _SECRET = ("token", "api_key")
 
 
@@ -39,7 +38,7 @@ class RunRecorder(TrainerCallback):
             {
                 "method": type(args).__name__.removesuffix("Config"),
                 "config": {name: value for name, value in args.to_dict().items() if not name.endswith(_SECRET)},
-                "versions": {name: _version(name) for name in _PACKAGES},
+                "versions": {name: found for name, found in versions().items() if found is not None},
                 "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             }
         )
@@ -119,10 +118,3 @@ class RunRecorder(TrainerCallback):
                 for position, token, value in tokens
             ],
         )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

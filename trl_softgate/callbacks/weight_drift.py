@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..diagnostics.drift import DriftError, weight_drift
+from ..diagnostics.record import record_folder
 
 _KEYS = ("name", "layer", "absolute", "relative", "stable_rank")
 
@@ -82,4 +83,4 @@ class WeightDriftCallback(TrainerCallback):
 
 
 def _file(args: Any) -> Path:
-    return Path(args.output_dir) / "record" / "drift.jsonl"
+    return record_folder(args.output_dir) / "drift.jsonl"

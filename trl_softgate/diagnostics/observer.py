@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..objectives.policy import soft_gate_weight, token_advantages
 from ..objectives.ratios import as_mask, bounded_exp, log_ratio, sequence_log_ratio
 
 TOP_TOKENS = 12
@@ -136,11 +137,9 @@ class StepObserver:
         if taus is not None:
             tau = torch.where(advantage > 0, *(mean.new_tensor(value) for value in taus))
             gap, bound = gate_gap(token, mask, tau)
-            signs = advantages if advantages.dim() == 2 else advantages.unsqueeze(1).expand(mask.shape)
-            weight = torch.sigmoid(
-                torch.where(signs > 0, *(token.new_tensor(v) for v in taus)) * (bounded_exp(token) - 1)
-            )
-            weight = 4 * weight * (1 - weight)
+            signs = token_advantages(advantages, mask)
+            taus_of_tokens = torch.where(signs > 0, *(token.new_tensor(value) for value in taus))
+            weight = soft_gate_weight(bounded_exp(token), taus_of_tokens)
             self.histogram("gate/weight_pos", weight, mask & (signs > 0), WEIGHT_EDGES)
             self.histogram("gate/weight_neg", weight, mask & (signs < 0), WEIGHT_EDGES)
         rows = torch.stack([advantage.to(mean.dtype), count.to(mean.dtype), mean, variance, gap, bound], dim=1)

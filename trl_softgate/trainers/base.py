@@ -163,11 +163,14 @@ class BasePolicyConfig(GRPOConfig):
         """Why an option would change the gradient, by its name."""
         reasons: dict[str, str] = {}
         if self.top_entropy_quantile < 1:
-            both = "`top_entropy_quantile` takes its quantile over the rows of each micro-batch"
-            reasons |= {"group_rows_by_length": both, "skip_zero_signal_rows": both}
+            reasons["group_rows_by_length"] = (
+                "`top_entropy_quantile` takes its quantile over the rows of each micro-batch"
+            )
         if aux_loss:
-            both = "the router's auxiliary loss is a mean over the rows of each micro-batch"
-            reasons |= {"group_rows_by_length": both, "skip_zero_signal_rows": both}
+            reasons["group_rows_by_length"] = "the router's auxiliary loss is a mean over the rows of each micro-batch"
+        # what ties a row to its micro-batch needs it there, too
+        if "group_rows_by_length" in reasons:
+            reasons["skip_zero_signal_rows"] = reasons["group_rows_by_length"]
         if self.beta != 0:
             reasons["skip_zero_signal_rows"] = "the KL term (`beta`) acts on every row"
         if self.entropy_coef != 0 or self.use_adaptive_entropy:

@@ -110,16 +110,17 @@ def deal(
             live.sort(key=lambda i: -lengths[i])
         order = live + fillers
         edges = [i * len(order) // count for i in range(count + 1)]
+        represented = tokens(chunk)
         parts = [[]] * (together - count) + [order[a:b] for a, b in zip(edges, edges[1:], strict=False)]
         for part in parts:
             dealt.append(
                 {
                     **_take(chunk, part, [i for i in part if i in fillers], rows, savings),
                     "num_rows": size,
-                    "num_tokens": torch.zeros_like(tokens(chunk)),
+                    "num_tokens": torch.zeros_like(represented),
                 }
             )
-        dealt[-1]["num_tokens"] = tokens(chunk)
+        dealt[-1]["num_tokens"] = represented
     return dealt
 
 

@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from ..record import SCHEMAS, record_folder
 from . import ReportError
 from .thinning import Values, spread
 
@@ -28,34 +29,7 @@ HISTOGRAM_STEPS = 24
 TOKEN_STEPS = 5
 SAMPLES_PER_STEP = 4
 
-_SCALARS = pa.schema([("step", pa.int64()), ("name", pa.string()), ("value", pa.float64())])
-_HISTOGRAMS = pa.schema(
-    [
-        ("step", pa.int64()),
-        ("name", pa.string()),
-        ("edges", pa.list_(pa.float64())),
-        ("counts", pa.list_(pa.int64())),
-    ]
-)
-_ROWS = pa.schema(
-    [
-        ("step", pa.int64()),
-        ("log_ratio_variance", pa.float64()),
-        ("gate_gap", pa.float64()),
-        ("gate_bound", pa.float64()),
-    ]
-)
-_TOKENS = pa.schema(
-    [
-        ("step", pa.int64()),
-        ("kind", pa.string()),
-        ("row", pa.int64()),
-        ("position", pa.int64()),
-        ("text", pa.string()),
-        ("value", pa.float64()),
-        ("advantage", pa.float64()),
-    ]
-)
+_ROWS = pa.schema([SCHEMAS["rows"].field(name) for name in ("step", "log_ratio_variance", "gate_gap", "gate_bound")])
 # The settings of a plain TRL run that its trainer_state.json states.
 _STATE_SETTINGS = ("max_steps", "num_train_epochs", "train_batch_size", "logging_steps", "save_steps", "eval_steps")
 # What may stop pyarrow or json on a foreign or half-written file.
@@ -172,12 +146,12 @@ def _read_run(folder: Path, name: str) -> Run:
     if not folder.is_dir():
         raise ReportError(f"{folder} is not a folder.")
     run = Run(folder, name)
-    record = folder / "record"
+    record = record_folder(folder)
     _read_info(record / "run.json", run)
-    run.scalars = _scalars(_read_parts(record / "scalars", _SCALARS, run))
+    run.scalars = _scalars(_read_parts(record / "scalars", SCHEMAS["scalars"], run))
     run.histograms = _read_histograms(record / "histograms", run)
     run.rows = _rows(_read_parts(record / "rows", _ROWS, run))
-    run.tokens = _tokens(_read_parts(record / "tokens", _TOKENS, run))
+    run.tokens = _tokens(_read_parts(record / "tokens", SCHEMAS["tokens"], run))
     run.health = sorted(_read_lines(record / "health.jsonl", _health_event, run), key=lambda event: event.step)
     run.drift = _read_lines(record / "drift.jsonl", _drift, run)
     if not run.scalars:
@@ -253,13 +227,14 @@ def _one_series(steps: NDArray[np.int64], values: Values) -> Series:
 
 def _read_histograms(folder: Path, run: Run) -> dict[str, Histograms]:
     """At most `HISTOGRAM_STEPS` steps, spread over the run. The counts of all others are never read."""
-    index = _read_parts(folder, pa.schema([_HISTOGRAMS.field("step"), _HISTOGRAMS.field("name")]), run)
+    histograms = SCHEMAS["histograms"]
+    index = _read_parts(folder, pa.schema([histograms.field("step"), histograms.field("name")]), run)
     chosen: set[int] = set()
     for series in _scalars(index.append_column("value", pa.nulls(len(index), pa.float64()).fill_null(0.0))).values():
         chosen.update(series.steps[spread(len(series.steps), HISTOGRAM_STEPS)].tolist())
     if not chosen:
         return {}
-    table = _read_parts(folder, _HISTOGRAMS, run, keep=pc.field("step").isin(pa.array(sorted(chosen), pa.int64())))
+    table = _read_parts(folder, histograms, run, keep=pc.field("step").isin(pa.array(sorted(chosen), pa.int64())))
     frames: dict[str, dict[int, tuple[list[float], list[int]]]] = {}
     malformed = 0
     for row in table.to_pylist():
