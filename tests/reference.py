@@ -198,13 +198,26 @@ def gspo(
     return Objective(loss, ratio, jacobian, metrics)
 
 
-def soft_gate(ratio: float, tau: float) -> float:
-    return 4.0 / tau * sigmoid(tau * (ratio - 1.0))
+def soft_gate(ratio: float, tau: float, kernel: str = "sigmoid") -> float:
+    x = tau * (ratio - 1.0)
+    if kernel == "gaussian":
+        return (2.0 + math.sqrt(math.pi) * math.erf(x / 2.0)) / tau
+    if kernel == "exponential":
+        return (2.0 + math.copysign(2.0 * (1.0 - math.exp(-abs(x) / 2.0)), x)) / tau
+    if kernel == "student_t":
+        return (2.0 + 0.5 * x / (1.0 + x * x / 8.0) + math.sqrt(2.0) * math.atan(x / math.sqrt(8.0))) / tau
+    return 4.0 / tau * sigmoid(x)
 
 
-def soft_gate_weight(ratio: float, tau: float) -> float:
+def soft_gate_weight(ratio: float, tau: float, kernel: str = "sigmoid") -> float:
     """4 p (1 - p); 1 - p is taken as sigmoid(-x), which does not cancel."""
     x = tau * (ratio - 1.0)
+    if kernel == "gaussian":
+        return math.exp(-x * x / 4.0)
+    if kernel == "exponential":
+        return math.exp(-abs(x) / 2.0)
+    if kernel == "student_t":
+        return 1.0 / (1.0 + x * x / 8.0) ** 2
     return 4.0 * sigmoid(x) * sigmoid(-x)
 
 
@@ -216,6 +229,8 @@ def sapo(
     *,
     tau_pos: float,
     tau_neg: float,
+    kernel: str = "sigmoid",
+    hard_stop: float | None = None,
 ) -> Objective:
     """Soft gate on the token ratio: d loss / d lp = -A * w * r with w the gate's weight."""
     loss, ratio = zeros(mask), zeros(mask)
@@ -231,8 +246,9 @@ def sapo(
             a = advantage_at(advantages, b, t)
             tau = tau_pos if a > 0 else tau_neg
             r, slope = bounded_exp(logs[b][t])
-            weight = soft_gate_weight(r, tau)
-            loss[b][t] = -a * soft_gate(r, tau)
+            inside = r if hard_stop is None else min(max(r, 1.0 / hard_stop), hard_stop)
+            weight = soft_gate_weight(r, tau, kernel) if inside == r else 0.0
+            loss[b][t] = -a * soft_gate(inside, tau, kernel)
             ratio[b][t] = r
             jacobian[b][t][t] = -a * weight * slope
             ratios.append(r)
@@ -241,6 +257,8 @@ def sapo(
             elif a < 0:
                 weights_neg.append(weight)
     metrics = ratio_metrics(ratios) | {"gate/weight_pos": mean(weights_pos), "gate/weight_neg": mean(weights_neg)}
+    if hard_stop is not None:
+        metrics["gate/stopped_share"] = mean([float(not 1.0 / hard_stop <= r <= hard_stop) for r in ratios])
     return Objective(loss, ratio, jacobian, metrics)
 
 

@@ -16,10 +16,10 @@ from trl_softgate.diagnostics.observer import (
     WEIGHT_EDGES,
     StepObserver,
     gate_gap,
-    histogram,
-    percentile,
     row_log_ratios,
 )
+from trl_softgate.diagnostics.statistics import histogram, percentile
+from trl_softgate.objectives import Gate
 
 EDGES = {"log-ratio": LOG_RATIO_EDGES, "weight": WEIGHT_EDGES, "absolute": ABSOLUTE_EDGES}
 
@@ -102,13 +102,13 @@ def test_the_gap_is_within_its_bound(seed: int, tau: float, spread: float) -> No
         assert gap[i] <= bound[i] + 1e-12
 
 
-def observed(*seeds: int, taus: tuple[float, float] | None = (1.0, 1.05), teacher: bool = True) -> StepObserver:
+def observed(*seeds: int, gate: Gate | None = Gate(1.0, 1.05), teacher: bool = True) -> StepObserver:
     observer = StepObserver()
     for seed in seeds:
         x, mask = random_batch(seed)
         logps, old = -x.abs().clamp(max=3), -x.abs().clamp(max=3) - 0.3 * x.sign()
         advantages = torch.linspace(-1, 1, len(x), dtype=torch.float64)
-        observer.ratios(logps.float(), old.float(), advantages.float(), mask, taus)
+        observer.ratios(logps.float(), old.float(), advantages.float(), mask, gate)
         if teacher:
             observer.teacher(x, torch.arange(x.numel()).view(x.shape), advantages, mask)
     return observer
@@ -136,10 +136,17 @@ def test_micro_batches_and_processes_add_up() -> None:
 
 
 def test_without_a_gate_there_is_no_gap() -> None:
-    seen = observed(0, taus=None, teacher=False).read(alone, list)
+    seen = observed(0, gate=None, teacher=False).read(alone, list)
     assert seen.histograms.keys() == {"ratio/token", "ratio/sequence"}
     assert all(math.isnan(row[4]) and math.isnan(row[5]) for row in seen.rows)
     assert seen.notable_rows() == []
+
+
+def test_another_gate_has_weights_but_no_bound() -> None:
+    seen = observed(0, gate=Gate(1.0, 1.05, "gaussian", hard_stop=1.2), teacher=False).read(alone, list)
+    edges, counts = seen.histograms["gate/weight_pos"]
+    assert counts[0] == sum(counts) > 0  # all ratios are e^0.3, beyond the stop
+    assert all(math.isnan(row[4]) and math.isnan(row[5]) for row in seen.rows)
 
 
 def test_notable_rows() -> None:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trl_softgate.objectives import ObjectiveOutput, grpo_loss, gspo_loss, sapo_loss
+from trl_softgate.objectives import GATE_KERNELS, ObjectiveOutput, grpo_loss, gspo_loss, sapo_loss
 
 OBJECTIVES = ["grpo", "gspo_sequence", "gspo_token", "sapo"]
 PER_TOKEN = ["grpo", "gspo_token", "sapo"]  # those that take (B, T) advantages
@@ -63,10 +63,15 @@ def default_settings(name: str) -> Settings:
 
 @st.composite
 def settings_of(draw: st.DrawFn, name: str) -> Settings:
+    out: Settings
     if name == "sapo":
-        return {"tau_pos": draw(st.floats(0.1, 10.0)), "tau_neg": draw(st.floats(0.1, 10.0))}
+        out = {"tau_pos": draw(st.floats(0.1, 10.0)), "tau_neg": draw(st.floats(0.1, 10.0))}
+        out["kernel"] = draw(st.sampled_from(GATE_KERNELS))
+        if draw(st.booleans()):
+            out["hard_stop"] = draw(st.floats(1.01, 1e3))
+        return out
     widest = 0.5 if name == "grpo" else 0.05
-    out: Settings = {
+    out = {
         "epsilon_low": draw(st.floats(1e-4, widest)),
         "epsilon_high": draw(st.floats(1e-4, widest)),
     }
@@ -142,6 +147,8 @@ def away_from_kinks(name: str, batch: Batch, settings: Settings, margin: float) 
         edges += [math.log(1.0 - settings["epsilon_low"]), math.log(1.0 + settings["epsilon_high"])]
         if settings.get("delta") is not None:
             edges.append(math.log(settings["delta"]))
+    elif settings.get("hard_stop") is not None:
+        edges += [math.log(settings["hard_stop"]), -math.log(settings["hard_stop"])]
     return all(abs(x - edge) > margin * max(1.0, abs(edge)) for x in logs for edge in edges)
 
 

@@ -33,6 +33,7 @@ METHODS: dict[str, tuple[type, dict[str, Any]]] = {
     SAF_SAPO: (SAFDistillConfig, dict(opd_warmup_steps=1, policy_objective="sapo")),
 }
 CLIPPED, GATED = (GSPO, SAF_GRPO, SAF_GSPO), (SAPO, SAF_SAPO)
+ADAPTIVE = dict(adaptive_temperature_quantile=0.9)
 TRAINERS = {GSPO: GSPOTrainer, SAPO: SAPOTrainer}
 
 
@@ -222,6 +223,25 @@ def test_the_ratio_level_is_fixed(method: str, level: str, tmp_path: Path) -> No
             for method in GATED
             for sign in ("pos", "neg")
             for tau in (0.0, -1.0, float("nan"), float("inf"))
+        ],
+        *[
+            case
+            for method in GATED
+            for case in (
+                (method, dict(gate_kernel="tanh"), "`gate_kernel` must be one of 'sigmoid', 'gaussian', 'exponential'"),
+                (method, dict(gate_hard_stop=1.0), "`gate_hard_stop` must be a finite number above 1"),
+                (method, dict(**ADAPTIVE, adaptive_temperature_weight=1.0), "`adaptive_temperature_weight` must be"),
+                (method, dict(**ADAPTIVE, adaptive_temperature_min=0.0), "`adaptive_temperature_min` must be"),
+                (method, dict(**ADAPTIVE, adaptive_temperature_max=0.1), "`adaptive_temperature_max` must be .* 0.5"),
+                (method, dict(adaptive_temperature_quantile=1.0), "`adaptive_temperature_quantile` must be"),
+                (method, dict(adaptive_temperature_quantile=0.9), "has nothing to go by where each rollout is used"),
+                (method, dict(adaptive_temperature_max=9.0), "has no effect without `adaptive_temperature_quantile`"),
+            )
+        ],
+        *[
+            (method, {name: value}, f"`{name}` has no effect in")
+            for method in CLIPPED
+            for name, value in (("gate_kernel", "gaussian"), ("gate_hard_stop", 3.0), *ADAPTIVE.items())
         ],
         *[
             (

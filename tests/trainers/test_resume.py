@@ -36,6 +36,18 @@ WINDOWS = {
 METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gspo": (GSPOTrainer, GSPOConfig, {}),
     "sapo": (SAPOTrainer, SAPOConfig, dict(use_adaptive_entropy=True, entropy_coef=0.01, entropy_target=6.0)),
+    # tau changes at every step from the fourth on
+    "sapo adaptive": (
+        SAPOTrainer,
+        SAPOConfig,
+        dict(
+            gate_kernel="student_t",
+            gate_hard_stop=1.5,
+            adaptive_temperature_quantile=0.8,
+            adaptive_temperature_max=1e6,
+            learning_rate=0.01,
+        ),
+    ),
     # a strong teacher term, so that the KL falls and the trigger fires
     "saf": (
         SAFDistillTrainer,
@@ -96,6 +108,9 @@ def test_resume_at_every_step_is_bitwise(method: str, window: str, tmp_path: Pat
     uninterrupted.train()
     expected = outcome(uninterrupted)
     assert any(not torch.equal(initial[name], weight) for name, weight in expected[0].items())
+    if method == "sapo adaptive":
+        taus = [entry["gate/tau_pos"] for entry in expected[1] if "gate/tau_pos" in entry]
+        assert len(set(taus)) == len(taus)
     if method == "saf":
         assert expected[2]["frozen_at"] is not None  # the trigger fired, so its state mattered
 

@@ -29,7 +29,8 @@ class CollapseGuard(TrainerCallback):
             checkpoint that was written while every signal was good, with the two factors applied; without one, stop.
         limits: when a signal is bad; default: `HealthLimits()`.
         learning_rate_factor: on the learning rate at each rollback, in (0, 1].
-        temperature_factor: on SAPO's temperatures at each rollback, >= 1; a higher one damps large ratios more.
+        temperature_factor: on SAPO's temperatures at each rollback, >= 1; a higher one damps large ratios more. Not with
+            `adaptive_temperature_quantile`.
         max_rollbacks: after that many the run is stopped, >= 1.
 
     Raises:
@@ -88,6 +89,11 @@ class CollapseGuard(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 0:
             self.monitor, self._sound = HealthMonitor(self.limits), []
+        if self.temperature_factor != 1 and getattr(args, "adaptive_temperature_quantile", None) is not None:
+            raise ValueError(
+                "`temperature_factor` of CollapseGuard scales fixed temperatures, and `adaptive_temperature_quantile` "
+                "chooses them anew at each step: set one of them."
+            )
         if not self._temperatures:
             self._temperatures = {name: getattr(args, name) for name in _TEMPERATURES}
         for name, value in self._temperatures.items():

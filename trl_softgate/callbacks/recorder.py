@@ -5,8 +5,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ..diagnostics.observer import WEIGHT_EDGES, Seen, percentile
+from ..diagnostics.observer import WEIGHT_EDGES, Seen
 from ..diagnostics.record import RunRecord, record_folder
+from ..diagnostics.statistics import percentile
 from ..environment import versions
 
 _SECRET = ("token", "api_key")

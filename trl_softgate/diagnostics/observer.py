@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-from ..objectives.policy import soft_gate_weight, token_advantages
+from ..objectives.gates import Gate
+from ..objectives.policy import token_advantages
 from ..objectives.ratios import as_mask, bounded_exp, log_ratio, sequence_log_ratio
+from .statistics import histogram
 
 TOP_TOKENS = 12
 
@@ -29,30 +31,6 @@ LOG_RATIO_EDGES = _around_zero((-6, 1), 20.0)
 RATIO_EDGES = [math.exp(edge) for edge in LOG_RATIO_EDGES]
 WEIGHT_EDGES = [i / 100 for i in range(101)]
 ABSOLUTE_EDGES = [0.0, *(10 ** (-6 + i / 8) for i in range(65)), float("inf")]
-
-
-def histogram(x: torch.Tensor, mask: torch.Tensor, edges: list[float]) -> torch.Tensor:
-    """Number of cells with `mask` in each bin, (K,), for K + 1 ascending edges.
-
-    A bin holds its lower edge and not its upper one; the last one holds both, and NaN. What lies outside the edges
-    counts in the first or last bin.
-    """
-    inner = torch.tensor(edges[1:-1], dtype=x.dtype, device=x.device)
-    place = torch.bucketize(x.detach().contiguous(), inner, right=True)
-    counts = torch.zeros(len(edges) - 1, dtype=torch.long, device=x.device)
-    return counts.scatter_add_(0, place.flatten(), mask.flatten().long())
-
-
-def percentile(counts: list[int], edges: list[float], share: float) -> float:
-    """The value below which `share` of the counted cells lie, linear within its bin; NaN where nothing was counted."""
-    rest = share * sum(counts)
-    if rest == 0:
-        return float("nan")
-    for count, low, high in zip(counts, edges, edges[1:], strict=False):
-        if rest <= count:
-            return low + (high - low) * rest / count
-        rest -= count
-    return edges[-1]
 
 
 def row_log_ratios(token_log_ratio: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,9 +93,9 @@ class StepObserver:
         old_per_token_logps: torch.Tensor,
         advantages: torch.Tensor,
         mask: torch.Tensor,
-        taus: tuple[float, float] | None = None,
+        gate: Gate | None = None,
     ) -> None:
-        """Token and sequence ratios, and what they say of each row; `taus` of positive and negative rows: SAPO's.
+        """Token and sequence ratios, and what they say of each row, and of SAPO's gate.
 
         Args:
             per_token_logps, old_per_token_logps, mask: (B, T).
@@ -134,12 +112,11 @@ class StepObserver:
         if advantages.dim() == 2:
             advantage = torch.where(mask, advantages, 0.0).sum(-1) / count.clamp(min=1)
         gap = bound = torch.full_like(mean, float("nan"))
-        if taus is not None:
-            tau = torch.where(advantage > 0, *(mean.new_tensor(value) for value in taus))
-            gap, bound = gate_gap(token, mask, tau)
+        if gate is not None:
+            if gate.kernel == "sigmoid":  # the bound is derived for that one
+                gap, bound = gate_gap(token, mask, gate.tau(advantage > 0, mean))
             signs = token_advantages(advantages, mask)
-            taus_of_tokens = torch.where(signs > 0, *(token.new_tensor(value) for value in taus))
-            weight = soft_gate_weight(bounded_exp(token), taus_of_tokens)
+            _, weight = gate(bounded_exp(token), signs > 0)
             self.histogram("gate/weight_pos", weight, mask & (signs > 0), WEIGHT_EDGES)
             self.histogram("gate/weight_neg", weight, mask & (signs < 0), WEIGHT_EDGES)
         rows = torch.stack([advantage.to(mean.dtype), count.to(mean.dtype), mean, variance, gap, bound], dim=1)

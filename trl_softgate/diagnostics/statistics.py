@@ -167,3 +167,27 @@ def to_floats(statistics: Sequence[Mapping[str, Statistic]]) -> list[dict[str, f
             if count > 0:
                 out[i][name] = value
     return out
+
+
+def histogram(x: torch.Tensor, mask: torch.Tensor, edges: Sequence[float]) -> torch.Tensor:
+    """Number of cells with `mask` in each bin, (K,), for K + 1 ascending edges.
+
+    A bin holds its lower edge and not its upper one; the last one holds both, and NaN. What lies outside the edges
+    counts in the first or last bin.
+    """
+    inner = torch.tensor(edges[1:-1], dtype=x.dtype, device=x.device)
+    place = torch.bucketize(x.detach().contiguous(), inner, right=True)
+    counts = torch.zeros(len(edges) - 1, dtype=torch.long, device=x.device)
+    return counts.scatter_add_(0, place.flatten(), mask.flatten().long())
+
+
+def percentile(counts: Sequence[float], edges: Sequence[float], share: float) -> float:
+    """The value below which `share` of the counted cells lie, linear within its bin; NaN where nothing was counted."""
+    rest = share * sum(counts)
+    if rest == 0:
+        return float("nan")
+    for count, low, high in zip(counts, edges, edges[1:], strict=False):
+        if rest <= count:
+            return low + (high - low) * rest / count
+        rest -= count
+    return edges[-1]

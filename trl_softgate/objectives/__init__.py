@@ -4,13 +4,18 @@ Letters: `B` rows (completions), `T` completion positions. Nothing here knows a 
 """
 
 from .divergence import k3_divergence
-from .policy import ObjectiveOutput, grpo_loss, gspo_loss, sapo_loss, soft_gate, soft_gate_weight
+from .gates import GATE_KERNELS, Gate, soft_gate, soft_gate_weight
+from .policy import ObjectiveOutput, grpo_loss, gspo_loss, sapo_loss
 from .ratios import LOG_RATIO_BOUND, bounded_exp, log_ratio, sequence_log_ratio
 from .reduction import AGGREGATIONS, reduce_loss
+from .temperature import AdaptiveTemperature
 
 __all__ = [
     "AGGREGATIONS",
+    "GATE_KERNELS",
     "LOG_RATIO_BOUND",
+    "AdaptiveTemperature",
+    "Gate",
     "ObjectiveOutput",
     "bounded_exp",
     "grpo_loss",

@@ -13,6 +13,7 @@ import torch
 from ..diagnostics import statistics
 from ..diagnostics.statistics import Statistic, Tokens
 from ..validation import require_choice, require_number
+from .gates import Gate
 from .ratios import (
     LOG_RATIO_BOUND,
     as_mask,
@@ -122,6 +123,8 @@ def sapo_loss(
     *,
     tau_pos: float,
     tau_neg: float,
+    kernel: str = "sigmoid",
+    hard_stop: float | None = None,
 ) -> ObjectiveOutput:
     """Soft-gated surrogate with one ratio per token (SAPO, arXiv 2511.20347, eqs. 5-6).
 
@@ -130,47 +133,25 @@ def sapo_loss(
     Args:
         per_token_logps, old_per_token_logps, advantages, mask: as in `grpo_loss`.
         tau_pos, tau_neg: temperatures; finite, > 0 (paper: 1.0 and 1.05).
+        kernel: shape of the gate, one of `GATE_KERNELS` (paper: `"sigmoid"`).
+        hard_stop: a ratio R > 1: tokens whose ratio is outside [1/R, R] give no gradient; None: off (as in the paper).
 
     Raises:
         ValueError: a shape or an option is out of range.
     """
-    require_number("tau_pos", tau_pos, above=0)
-    require_number("tau_neg", tau_neg, above=0)
+    gate = Gate(tau_pos, tau_neg, kernel, hard_stop)
     tokens, advantages = _prepare(per_token_logps, old_per_token_logps, advantages, mask)
     ratio = bounded_exp(log_ratio(per_token_logps, old_per_token_logps, tokens.mask))
     # each diagnostic as soon as it can be had: its temporaries then lie beside fewer other tensors
     found = _ratio_statistics(ratio, tokens)
     positive = advantages > 0
-    # of the ratio's dtype from the start: where() of two floats is float32
-    tau = torch.where(positive, ratio.new_full((), tau_pos, requires_grad=False), tau_neg)
-    p = _gate_probability(ratio, tau)
-    found |= _gate_statistics(p.detach(), tokens.mask & positive, tokens.mask & (advantages < 0))
-    return ObjectiveOutput(per_token_loss=-advantages * _gate(p, tau), ratio=ratio, statistics=found)
-
-
-def soft_gate(ratio: torch.Tensor, tau: float | torch.Tensor) -> torch.Tensor:
-    """SAPO's gate f(r) = 4 / tau * sigmoid(tau * (r - 1)) (arXiv 2511.20347, eq. 6): any shape, slope 1 at r = 1."""
-    return _gate(_gate_probability(ratio, tau), tau)
-
-
-def soft_gate_weight(ratio: torch.Tensor, tau: float | torch.Tensor) -> torch.Tensor:
-    """Derivative of the gate, w(r) = 4 p (1 - p), p = sigmoid(tau * (r - 1)): in [0, 1], 1 at r = 1 for every tau.
-
-    The policy gradient of a token is w(r) * r * A * grad log pi_theta (arXiv 2511.20347, section 3).
-    """
-    return _slope(_gate_probability(ratio, tau))
-
-
-def _gate_probability(ratio: torch.Tensor, tau: float | torch.Tensor) -> torch.Tensor:
-    return (tau * (ratio - 1)).sigmoid_()  # in place where autograd does not need what is there
-
-
-def _gate(p: torch.Tensor, tau: float | torch.Tensor) -> torch.Tensor:
-    return p * (4 / tau)
-
-
-def _slope(p: torch.Tensor) -> torch.Tensor:
-    return (1 - p).mul_(p).mul_(4)
+    value, weight = gate(ratio, positive)
+    found["gate/weight_pos"] = statistics.mean(weight, tokens.mask & positive)
+    found["gate/weight_neg"] = statistics.mean(weight, tokens.mask & (advantages < 0))
+    if hard_stop is not None:
+        found["gate/stopped_share"] = tokens.mean((ratio > hard_stop) | (ratio < 1 / hard_stop))
+    del weight
+    return ObjectiveOutput(per_token_loss=-advantages * value, ratio=ratio, statistics=found)
 
 
 def _prepare(
@@ -275,12 +256,4 @@ def _ratio_statistics(ratio: torch.Tensor, tokens: Tokens) -> dict[str, Statisti
         "ratio/min": smallest,
         "ratio/mean": tokens.mean(zeroed, zeroed=True),
         "ratio/max": tokens.maximum(zeroed, zeroed=True),
-    }
-
-
-def _gate_statistics(p: torch.Tensor, positive: torch.Tensor, negative: torch.Tensor) -> dict[str, Statistic]:
-    weight = _slope(p)
-    return {
-        "gate/weight_pos": statistics.mean(weight, positive),
-        "gate/weight_neg": statistics.mean(weight, negative),
     }

@@ -21,9 +21,18 @@ from ..callbacks import CollapseGuard, RunRecorder
 from ..diagnostics import statistics
 from ..diagnostics.observer import StepObserver
 from ..diagnostics.statistics import Statistic, Tokens
-from ..objectives import AGGREGATIONS, LOG_RATIO_BOUND, ObjectiveOutput, reduce_loss
+from ..objectives import (
+    AGGREGATIONS,
+    GATE_KERNELS,
+    LOG_RATIO_BOUND,
+    AdaptiveTemperature,
+    Gate,
+    ObjectiveOutput,
+    reduce_loss,
+)
 from ..objectives.policy import token_advantages
 from ..objectives.ratios import as_mask, is_finite, masked
+from ..objectives.temperature import SPREAD_EDGES
 from ..validation import require_choice, require_number, require_whole
 from . import hooks  # noqa: F401  (checks the installed TRL)
 from .backend import check_backend
@@ -60,6 +69,14 @@ class BasePolicyConfig(GRPOConfig):
             log-probabilities with which vLLM or transformers sampled the tokens; arXiv 2507.18071, section 5.4).
         resume_inexact: accept a checkpoint that lacks the training state of this package, or was written with
             another batch geometry; the resumed run then differs from one that never stopped.
+        gate_kernel: shape of SAPO's gate, one of `objectives.GATE_KERNELS`. Paper: `"sigmoid"`.
+        gate_hard_stop: a ratio R > 1: tokens whose ratio is outside [1/R, R] give no gradient in SAPO; None: off.
+        adaptive_temperature_quantile: share of the tokens, in (0, 1), that SAPO's temperature is chosen for from the
+            spread of the log-ratios in the last steps; None: the temperatures stay as they are given. See
+            `objectives.AdaptiveTemperature`.
+        adaptive_temperature_weight: gate weight that these tokens keep at least; in (0, 1).
+        adaptive_temperature_min, adaptive_temperature_max: bounds of the temperature of positive advantages; > 0. That
+            of the others keeps its proportion.
         record: write the numbers of every optimizer step to `output_dir/record` (`trl-softgate report` shows them).
         record_every: steps from one to the next whose histograms and rows are recorded too, >= 1.
 
@@ -105,7 +122,30 @@ class BasePolicyConfig(GRPOConfig):
             "The resumed run then differs from one that never stopped."
         },
     )
-
+    gate_kernel: str = field(
+        default="sigmoid",
+        metadata={"help": "Shape of SAPO's gate: 'sigmoid', 'gaussian', 'exponential' or 'student_t'."},
+    )
+    gate_hard_stop: float | None = field(
+        default=None,
+        metadata={"help": "A ratio R above 1: tokens outside [1/R, R] give no gradient in SAPO; default: off."},
+    )
+    adaptive_temperature_quantile: float | None = field(
+        default=None,
+        metadata={
+            "help": "Share of the tokens that SAPO's temperature is chosen for from the spread of the log-ratios; "
+            "default: the temperatures stay as they are given."
+        },
+    )
+    adaptive_temperature_weight: float = field(
+        default=0.9, metadata={"help": "Gate weight that these tokens keep at least."}
+    )
+    adaptive_temperature_min: float = field(
+        default=0.5, metadata={"help": "Lower bound of the chosen temperature of positive advantages."}
+    )
+    adaptive_temperature_max: float = field(
+        default=20.0, metadata={"help": "Upper bound of the chosen temperature of positive advantages."}
+    )
     record: bool = field(
         default=True, metadata={"help": "Write the numbers of every optimizer step to `output_dir/record`."}
     )
@@ -150,6 +190,11 @@ class BasePolicyConfig(GRPOConfig):
                     f"`{name}` has no effect in {self._METHOD}: leave it out (got {getattr(self, name)!r})."
                 )
         super().__post_init__()
+        if self.adaptive_temperature_quantile is not None and self._updates_per_rollout == 1:
+            raise ValueError(
+                "`adaptive_temperature_quantile` has nothing to go by where each rollout is used for one update, since "
+                "every ratio is then 1: leave it out, or raise `steps_per_generation` or `num_iterations`."
+            )
         # transformers overwrites the field with accelerate's number, where that is stated
         self._accumulation = self.gradient_accumulation_steps
         if self._needs_step_tokens and self._window % self.gradient_accumulation_steps != 0:
@@ -198,9 +243,28 @@ class BasePolicyConfig(GRPOConfig):
         if self.epsilon_high is not None:
             require_number("epsilon_high", self.epsilon_high, minimum=0)
 
-    def _check_temperatures(self) -> None:
-        for name in SAPO_OPTIONS:
+    def _check_gate(self) -> None:
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
             require_number(name, getattr(self, name), above=0)
+        require_choice("gate_kernel", self.gate_kernel, GATE_KERNELS)
+        if self.gate_hard_stop is not None:
+            require_number("gate_hard_stop", self.gate_hard_stop, above=1)
+        if self.adaptive_temperature_quantile is None:
+            for name in ADAPTIVE_OPTIONS[1:]:
+                if getattr(self, name) != self._default(name):
+                    raise ValueError(f"`{name}` has no effect without `adaptive_temperature_quantile`: set both.")
+            return
+        require_number("adaptive_temperature_quantile", self.adaptive_temperature_quantile, above=0, below=1)
+        require_number("adaptive_temperature_weight", self.adaptive_temperature_weight, above=0, below=1)
+        require_number("adaptive_temperature_min", self.adaptive_temperature_min, above=0)
+        require_number(
+            "adaptive_temperature_max", self.adaptive_temperature_max, minimum=self.adaptive_temperature_min
+        )
+
+    @property
+    def _has_gate(self) -> bool:
+        """Whether the objective is SAPO's."""
+        return False
 
     def _check_gspo(self, stacklevel: int = 4) -> None:
         """Warn of a clip range that is meant for token ratios, and of an averaging that is not GSPO's."""
@@ -229,13 +293,29 @@ class BasePolicyConfig(GRPOConfig):
         return self.steps_per_generation * self.num_iterations
 
     @property
+    def _updates_per_rollout(self) -> int:
+        return max(1, self._window // self.gradient_accumulation_steps)
+
+    @property
     def _needs_step_tokens(self) -> bool:
         return self.aggregation == "token_mean" or self.entropy_coef != 0 or self.use_adaptive_entropy
 
 
 AGGREGATION_HINT = "Leave it out, and choose the averaging with `aggregation`: 'seq_mean_token_mean' or 'token_mean'."
 VESPO_OPTIONS = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
-SAPO_OPTIONS = ("sapo_temperature_pos", "sapo_temperature_neg")
+ADAPTIVE_OPTIONS = (
+    "adaptive_temperature_quantile",
+    "adaptive_temperature_weight",
+    "adaptive_temperature_min",
+    "adaptive_temperature_max",
+)
+SAPO_OPTIONS = (
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+    "gate_kernel",
+    "gate_hard_stop",
+    *ADAPTIVE_OPTIONS,
+)
 CLIP_OPTIONS = ("epsilon", "epsilon_high", "delta")
 
 
@@ -354,11 +434,13 @@ class BasePolicyTrainer(GRPOTrainer):
         self._generated_at: int | None = None
         self._awaits_old_logps = False
         self._observer: StepObserver | None = None
+        self._temperature: AdaptiveTemperature | None = None
+        self._spread: torch.Tensor | None = None
         self._step_statistics: dict[str, Statistic] = {}
         self._told: dict[str, int] = {}
         self._last_grad_norm: Any = None
         if self.args.record:
-            self.add_callback(RunRecorder(self._gate_temperatures is not None))
+            self.add_callback(RunRecorder(self.args._has_gate and self.args.gate_kernel == "sigmoid"))
         self.add_callback(_LoopEvents(self._begin_training, self._begin_epoch, self._tell_step))
 
     def _resolve_savings(self) -> Savings:
@@ -587,9 +669,14 @@ class BasePolicyTrainer(GRPOTrainer):
         return inputs["advantages"]
 
     @property
-    def _gate_temperatures(self) -> tuple[float, float] | None:
-        """SAPO's tau for positive and for other advantages, where the objective has a gate."""
-        return None
+    def _gate(self) -> Gate | None:
+        """SAPO's gate in the running step, where the objective has one."""
+        if not self.args._has_gate:
+            return None
+        taus = self.args.sapo_temperature_pos, self.args.sapo_temperature_neg
+        if self._temperature is not None:
+            taus = self._temperature.temperatures
+        return Gate(*taus, self.args.gate_kernel, self.args.gate_hard_stop)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         mode = "train" if self.model.training else "eval"
@@ -625,7 +712,11 @@ class BasePolicyTrainer(GRPOTrainer):
         collected |= objective.statistics
         per_token_loss = objective.per_token_loss
         if self._observer is not None and mode == "train":
-            self._observer.ratios(per_token_logps, old_per_token_logps, advantages, mask, self._gate_temperatures)
+            self._observer.ratios(per_token_logps, old_per_token_logps, advantages, mask, self._gate)
+        if self._temperature is not None and mode == "train":
+            distance = objective.ratio.detach().log().abs_()
+            counts = statistics.histogram(distance, mask, SPREAD_EDGES)
+            self._spread = counts if self._spread is None else self._spread + counts
 
         if self.off_policy_mask_threshold is not None:
             # By the sign of the rollout's own advantage, also where the fused one has another
@@ -774,6 +865,14 @@ class BasePolicyTrainer(GRPOTrainer):
 
     def _on_step_statistics(self, merged: dict[str, Statistic]) -> None:
         """Called at the end of each optimizer step with its statistics over all processes."""
+        if self._temperature is None:
+            return
+        counts, self._spread = self._spread, None
+        if counts is None:  # every row of the step was left out
+            counts = torch.zeros(len(SPREAD_EDGES) - 1, dtype=torch.long, device=self.accelerator.device)
+        for name, tau in zip(("gate/tau_pos", "gate/tau_neg"), self._temperature.temperatures, strict=True):
+            self._metrics["train"][name].append(tau)
+        self._temperature.observe(self.accelerator.reduce(counts, reduction="sum").tolist())
 
     def _publish_statistics(self, mode: str) -> None:
         """Hand finished statistics to TRL's metrics, as floats; one transfer from the device.
@@ -849,11 +948,13 @@ class BasePolicyTrainer(GRPOTrainer):
         }
 
     def _progress(self) -> dict[str, Any]:
-        """Further state of a subclass, JSON types; given back to `_restore_progress`."""
-        return {}
+        """Further state of the method, JSON types; given back to `_restore_progress`."""
+        return {} if self._temperature is None else {"temperature": self._temperature.state_dict()}
 
     def _restore_progress(self, progress: dict[str, Any]) -> None:
         """Take over what `_progress` gave."""
+        if self._temperature is not None and "temperature" in progress:
+            self._temperature.load_state_dict(progress["temperature"])
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self._publish_statistics("train")
@@ -958,6 +1059,21 @@ class BasePolicyTrainer(GRPOTrainer):
         state.micro_step = self.state.global_step * self.args.gradient_accumulation_steps
         return state
 
+    def _adaptive_temperature(self) -> AdaptiveTemperature | None:
+        args = self.args
+        if args.adaptive_temperature_quantile is None:
+            return None
+        return AdaptiveTemperature(
+            args.sapo_temperature_pos,
+            args.sapo_temperature_neg,
+            quantile=args.adaptive_temperature_quantile,
+            weight=args.adaptive_temperature_weight,
+            minimum=args.adaptive_temperature_min,
+            maximum=args.adaptive_temperature_max,
+            kernel=args.gate_kernel,
+            delay=args._updates_per_rollout,
+        )
+
     def _begin_epoch(self) -> None:
         self._epoch += 1
 
@@ -966,6 +1082,7 @@ class BasePolicyTrainer(GRPOTrainer):
         restored, self._restored = self._restored, None
         self._statistics["train"], self._finished["train"] = {}, []
         self._step_tokens = None
+        self._spread, self._temperature = None, self._adaptive_temperature()
         self._observer, self._told = None, {}
         self._epoch = int(self.state.epoch or 0) - 1
         self._entropy_window_stats = None

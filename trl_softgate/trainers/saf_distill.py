@@ -275,7 +275,7 @@ class SAFDistillConfig(BasePolicyConfig):
             for name in CLIP_OPTIONS:
                 if getattr(self, name) is not None:
                     raise ValueError(f"`{name}` has no effect with `policy_objective='sapo'`: leave it out.")
-            self._check_temperatures()
+            self._check_gate()
         else:
             unused = (*unused, *SAPO_OPTIONS)
             low, high = _CLIP_DEFAULTS[self.policy_objective]
@@ -286,6 +286,10 @@ class SAFDistillConfig(BasePolicyConfig):
         self._UNUSED = unused  # type: ignore[misc]
         if self.policy_objective == "gspo":
             self._check_gspo(stacklevel=5)
+
+    @property
+    def _has_gate(self) -> bool:
+        return self.policy_objective == "sapo"
 
     def _check_teachers(self) -> None:
         options = self._teacher_options()
@@ -671,12 +675,6 @@ class SAFDistillTrainer(BasePolicyTrainer):
             return rewarded
         return rewarded | _taught(inputs, mask).any(1)
 
-    @property
-    def _gate_temperatures(self) -> tuple[float, float] | None:
-        if self.args.policy_objective != "sapo":
-            return None
-        return self.args.sapo_temperature_pos, self.args.sapo_temperature_neg
-
     def _objective(
         self,
         per_token_logps: torch.Tensor,
@@ -686,7 +684,8 @@ class SAFDistillTrainer(BasePolicyTrainer):
     ) -> ObjectiveOutput:
         tensors = (per_token_logps, old_per_token_logps, advantages, mask)
         if self.args.policy_objective == "sapo":
-            return sapo_loss(*tensors, tau_pos=self.args.sapo_temperature_pos, tau_neg=self.args.sapo_temperature_neg)
+            assert self._gate is not None
+            return sapo_loss(*tensors, **vars(self._gate))
         clip = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high, "delta": self.args.delta}
         if self.args.policy_objective == "grpo":
             return grpo_loss(*tensors, **clip)
@@ -695,6 +694,7 @@ class SAFDistillTrainer(BasePolicyTrainer):
     # Schedule
 
     def _on_step_statistics(self, merged: dict[str, Statistic]) -> None:
+        super()._on_step_statistics(merged)
         if self.args.opd_coef == 0:
             return
         step, schedule = self._running_step, self.fusion_schedule
@@ -720,9 +720,10 @@ class SAFDistillTrainer(BasePolicyTrainer):
         return super()._geometry() | {"fusion schedule": schedule}
 
     def _progress(self) -> dict[str, Any]:
-        return {"fusion_schedule": self.fusion_schedule.state_dict()}
+        return super()._progress() | {"fusion_schedule": self.fusion_schedule.state_dict()}
 
     def _restore_progress(self, progress: dict[str, Any]) -> None:
+        super()._restore_progress(progress)
         self.fusion_schedule.load_state_dict(progress["fusion_schedule"])
 
     def _begin_training(self) -> None:

@@ -17,7 +17,7 @@ class SAPOConfig(BasePolicyConfig):
         sapo_temperature_pos: tau of tokens with a positive advantage; > 0. Paper: 1.0.
         sapo_temperature_neg: tau of all other tokens; > 0. Paper: 1.05.
 
-    `aggregation`, `old_logps_source`, `record` and more: see `BasePolicyConfig`. All other options of `trl.GRPOConfig`
+    `gate_kernel`, `gate_hard_stop`, `adaptive_temperature_quantile`, `aggregation`, `record` and more: see `BasePolicyConfig`. All other options of `trl.GRPOConfig`
     are honored; the clip options have no effect and are refused, `loss_type` and `importance_sampling_level` are
     fixed.
 
@@ -31,10 +31,14 @@ class SAPOConfig(BasePolicyConfig):
     loss_type: str = field(default="sapo", metadata={"help": "Fixed by SAPO; use `aggregation`."})
 
     def __post_init__(self) -> None:
-        self._check_temperatures()
+        self._check_gate()
         self._fix("loss_type", "sapo", AGGREGATION_HINT)
         self._fix("importance_sampling_level", "token", "Use GSPOTrainer for sequence ratios.")
         super().__post_init__()
+
+    @property
+    def _has_gate(self) -> bool:
+        return True
 
 
 class SAPOTrainer(BasePolicyTrainer):
@@ -52,10 +56,6 @@ class SAPOTrainer(BasePolicyTrainer):
     _tag_names: ClassVar[list[str]] = ["trl", "sapo", "trl-softgate"]
     _paper: ClassVar[dict[str, Any]] = {"title": "Soft Adaptive Policy Optimization", "id": "2511.20347"}
 
-    @property
-    def _gate_temperatures(self) -> tuple[float, float]:
-        return self.args.sapo_temperature_pos, self.args.sapo_temperature_neg
-
     def _objective(
         self,
         per_token_logps: torch.Tensor,
@@ -63,11 +63,5 @@ class SAPOTrainer(BasePolicyTrainer):
         advantages: torch.Tensor,
         mask: torch.Tensor,
     ) -> ObjectiveOutput:
-        return sapo_loss(
-            per_token_logps,
-            old_per_token_logps,
-            advantages,
-            mask,
-            tau_pos=self.args.sapo_temperature_pos,
-            tau_neg=self.args.sapo_temperature_neg,
-        )
+        assert self._gate is not None
+        return sapo_loss(per_token_logps, old_per_token_logps, advantages, mask, **vars(self._gate))
