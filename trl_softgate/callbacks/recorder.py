@@ -80,6 +80,9 @@ class RunRecorder(TrainerCallback):
             name = f"gate/weight_{sign}"
             if name in seen.histograms and sum(counts := seen.histograms[name][1]):
                 found[f"{name}_p05"] = percentile(counts, WEIGHT_EDGES, 0.05)
+        if seen.changed_experts:
+            found["moe/changed_experts"] = sum(seen.changed_experts) / len(seen.changed_experts)
+            found |= {f"moe/changed_experts/layer_{i:02}": share for i, share in enumerate(seen.changed_experts)}
         if seen.rows:
             columns = list(zip(*seen.rows, strict=True))
             found["log_ratio/row_variance"] = sum(columns[3]) / len(seen.rows)

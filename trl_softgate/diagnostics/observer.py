@@ -75,6 +75,7 @@ class StepObserver:
     """Collects over the micro-batches of one optimizer step of one process."""
 
     counts: dict[str, torch.Tensor] = field(default_factory=dict)
+    changed_experts: torch.Tensor | None = None
     _edges: dict[str, list[float]] = field(default_factory=dict)
     _rows: list[torch.Tensor] = field(default_factory=list)
     _tokens: list[torch.Tensor] = field(default_factory=list)
@@ -149,6 +150,10 @@ class StepObserver:
             lines = torch.cat([head, *(torch.nn.functional.pad(g, pad, value=float("nan")) for g in groups)], dim=1)
         self._tokens.append(lines)
 
+    def experts(self, changed: torch.Tensor) -> None:
+        """Add up, for each layer, choices of experts that changed since the rollout, and all: (layers, 2)."""
+        self.changed_experts = changed if self.changed_experts is None else self.changed_experts + changed
+
     def read(self, reduce: Callable[[torch.Tensor], torch.Tensor], gather: Callable[[list[Any]], list[Any]]) -> "Seen":
         """The step over all processes.
 
@@ -162,9 +167,12 @@ class StepObserver:
             histograms = {
                 name: (self._edges[name], counts.tolist()) for name, counts in zip(self.counts, totals, strict=True)
             }
+        experts: list[float] = []
+        if self.changed_experts is not None:
+            experts = [changed / max(total, 1) for changed, total in reduce(self.changed_experts).tolist()]
         rows = torch.cat(self._rows).tolist() if self._rows else []
         tokens = torch.cat(self._tokens).tolist() if self._tokens else []
-        return Seen(histograms, gather([row for row in rows if row[1] != float("inf")]), tokens)
+        return Seen(histograms, gather([row for row in rows if row[1] != float("inf")]), tokens, experts)
 
 
 @dataclass(frozen=True)
@@ -175,11 +183,13 @@ class Seen:
         histograms: (edges, counts) by name.
         rows: of all processes, each [advantage, length, mean log-ratio, its variance, gate gap, gate bound].
         tokens: of this process, each [mean A_opd, advantage, A_opd x 12, position x 12, token id x 12].
+        changed_experts: by layer, share of the experts chosen at the rollout that are chosen no more.
     """
 
     histograms: dict[str, tuple[list[float], list[int]]]
     rows: list[list[float]]
     tokens: list[list[float]]
+    changed_experts: list[float]
 
     def notable_rows(self) -> list[tuple[str, int, list[tuple[int, int, float]], float]]:
         """The row whose tokens the teacher likes least, one about which it is neutral, and the one it likes most.

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -37,6 +38,7 @@ from ..validation import require_choice, require_number, require_whole
 from . import hooks  # noqa: F401  (checks the installed TRL)
 from .backend import check_backend
 from .micro_batches import Savings, deal, extents, padding_matters, width
+from .routing import ExpertChoices, changed_choices
 from .sampling import check_sampling, sampled_logps
 from .state import (
     TrainingState,
@@ -433,6 +435,9 @@ class BasePolicyTrainer(GRPOTrainer):
         self._savings = self._resolve_savings()
         self._generated_at: int | None = None
         self._awaits_old_logps = False
+        self._awaits_experts = False
+        self._experts = ExpertChoices(self.model, self.args.max_completion_length or 1) if self.args.record else None
+        self._expert_choices: torch.Tensor | None = None
         self._observer: StepObserver | None = None
         self._temperature: AdaptiveTemperature | None = None
         self._spread: torch.Tensor | None = None
@@ -522,11 +527,15 @@ class BasePolicyTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self._inputs = inputs
         from_rollout = self.args.old_logps_source == "rollout"
-        # where TRL would ask for log pi_old
-        self._awaits_old_logps = from_rollout and self.args.gradient_accumulation_steps % self.args._window != 0
+        # where TRL asks for log pi_old
+        asks = self.args.gradient_accumulation_steps % self.args._window != 0
+        self._awaits_old_logps = from_rollout and asks
+        self._awaits_experts = not from_rollout and asks and self.model.training and self._experts is not None
         rollout = super()._generate_and_score_completions(inputs)
         if from_rollout:
             rollout["old_per_token_logps"] = rollout["sampling_per_token_logps"]
+        if self._expert_choices is not None:
+            rollout["expert_choices"], self._expert_choices = self._expert_choices, None
         self._dispatch_rollout(rollout)
         return rollout
 
@@ -546,6 +555,8 @@ class BasePolicyTrainer(GRPOTrainer):
         arguments = (model, input_ids, attention_mask, logits_to_keep, batch_size)
         if batch_size is None or any(value is not None for value in kwargs.values()):
             return super()._get_per_token_logps_and_entropies(*arguments, **kwargs)
+        # the first call for a rollout is that for log pi_old
+        watches, self._awaits_experts = self._awaits_experts, False
         # log pi_old and log pi_ref of a rollout: rows of similar length together, without their padding
         start = input_ids.shape[1] - logits_to_keep
         sizes = torch.stack(extents(attention_mask[:, :start], attention_mask[:, start:]), dim=1).tolist()
@@ -561,11 +572,29 @@ class BasePolicyTrainer(GRPOTrainer):
             )
             index = torch.tensor(rows, device=input_ids.device)
             columns = slice(start - prompt, start + completion)
-            scored, _, _ = super()._get_per_token_logps_and_entropies(
-                model, input_ids[index, columns], attention_mask[index, columns], completion
-            )
+            with self._watched_experts(watches) as seen:
+                scored, _, _ = super()._get_per_token_logps_and_entropies(
+                    model, input_ids[index, columns], attention_mask[index, columns], completion
+                )
             logps[index, :completion] = scored.float()
+            self._keep_experts(seen, index, completion, logps)
         return logps, None, None
+
+    def _watched_experts(self, watches: bool) -> AbstractContextManager[list[torch.Tensor]]:
+        return self._experts.watch() if watches and self._experts is not None else nullcontext([])
+
+    def _keep_experts(
+        self, seen: list[torch.Tensor], index: torch.Tensor, completion_length: int, like: torch.Tensor
+    ) -> None:
+        """Note the experts of the policy that sampled, for the rows `index` of a rollout of the shape of `like`."""
+        assert self._experts is not None or not seen
+        choices = self._experts.at_positions(seen, len(index), completion_length) if self._experts else None
+        if choices is None:
+            return
+        if self._expert_choices is None:
+            positions = like[:, :: self._experts.stride].shape[1]
+            self._expert_choices = choices.new_full((len(like), positions, *choices.shape[2:]), -1)
+        self._expert_choices[index, : choices.shape[1]] = choices
 
     def _dispatch_rollout(self, rollout: dict[str, Any]) -> None:
         """Tell callbacks of a finished rollout."""
@@ -685,16 +714,18 @@ class BasePolicyTrainer(GRPOTrainer):
             # All rows of this micro-batch were left out, on every process
             return torch.zeros((), device=completion_mask.device, requires_grad=True)
         mask = _loss_mask(inputs)
+        observer = self._observer if mode == "train" else None
         # One forward gives everything: a second one would break ZeRO-3 with reentrant checkpointing
-        per_token_logps, entropies, aux_loss = self._get_per_token_logps_and_entropies(
-            model,
-            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-            torch.cat([inputs["prompt_mask"], completion_mask], dim=1),
-            completion_mask.size(1),
-            compute_entropy=True,
-            compute_aux_loss=self.aux_loss_enabled,
-            **{name: inputs.get(name) for name in _MULTIMODAL_INPUTS},
-        )
+        with self._watched_experts(observer is not None and "expert_choices" in inputs) as seen:
+            per_token_logps, entropies, aux_loss = self._get_per_token_logps_and_entropies(
+                model,
+                torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+                torch.cat([inputs["prompt_mask"], completion_mask], dim=1),
+                completion_mask.size(1),
+                compute_entropy=True,
+                compute_aux_loss=self.aux_loss_enabled,
+                **{name: inputs.get(name) for name in _MULTIMODAL_INPUTS},
+            )
         tokens = Tokens.of(mask)
         collected: dict[str, Statistic] = {
             _NONFINITE: tokens.mean(~is_finite(per_token_logps)),
@@ -711,8 +742,14 @@ class BasePolicyTrainer(GRPOTrainer):
         objective = self._objective(per_token_logps, old_per_token_logps, advantages, mask)
         collected |= objective.statistics
         per_token_loss = objective.per_token_loss
-        if self._observer is not None and mode == "train":
-            self._observer.ratios(per_token_logps, old_per_token_logps, advantages, mask, self._gate)
+        if observer is not None:
+            observer.ratios(per_token_logps, old_per_token_logps, advantages, mask, self._gate)
+            if seen:
+                assert self._experts is not None
+                new = self._experts.at_positions(seen, *mask.shape)
+                if new is not None:
+                    old = inputs["expert_choices"][:, : new.shape[1]]
+                    observer.experts(changed_choices(old, new, mask[:, :: self._experts.stride]))
         if self._temperature is not None and mode == "train":
             distance = objective.ratio.detach().log().abs_()
             counts = statistics.histogram(distance, mask, SPREAD_EDGES)
