@@ -143,13 +143,35 @@ def test_nothing_to_go_back_to(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("stop", [2, 6])
 def test_its_state_is_part_of_a_checkpoint(stop: int, tmp_path: Path) -> None:
+    """A resumed run says again what the first one said of the later steps, and says it once."""
     limits = HealthLimits(**{**LIMITS, "collapse_after": 4})
-    make(tmp_path / "whole", Rewards(), CollapseGuard(limits=limits)).train()
-    resumed = make(tmp_path / "whole", Rewards(), CollapseGuard(limits=limits))
-    before = health(tmp_path / "whole")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{stop}"))
-    strip = [{k: v for k, v in line.items() if k != "time"} for line in health(tmp_path / "whole")]
-    assert strip[len(before) :] == [line for line in strip[: len(before)] if line["step"] > stop]
+    make(tmp_path, Rewards(), CollapseGuard(limits=limits)).train()
+    before = health(tmp_path)
+    assert [line["step"] for line in before] == [5, 8]
+    with open(tmp_path / "record" / "health.jsonl", "a") as file:
+        file.write('{"step": 10, "sta')  # killed in the middle of a line
+    make(tmp_path, Rewards(), CollapseGuard(limits=limits)).train(
+        resume_from_checkpoint=str(tmp_path / f"checkpoint-{stop}")
+    )
+    ours, expected = ([{**line, "time": None} for line in lines] for lines in (health(tmp_path), before))
+    assert ours == expected
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_a_new_run_begins_without_the_lines_of_an_older_one(record: bool, tmp_path: Path) -> None:
+    guards = [CollapseGuard(limits=HealthLimits(**LIMITS)) for _ in range(2)]
+    make(tmp_path, Rewards(), guards[0], record=record).train()
+    make(tmp_path, Rewards(bad=9), guards[1], record=record).train()
+    assert [line["step"] for line in health(tmp_path)] == [9, 10]
+    if record:
+        assert len((tmp_path / "record-1" / "health.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_factor_on_temperatures_that_are_chosen_anew_is_refused(tmp_path: Path) -> None:
+    guard = CollapseGuard("rollback", temperature_factor=2.0)
+    trainer = make(tmp_path, Rewards(), guard, steps_per_generation=2, adaptive_temperature_quantile=0.9)
+    with pytest.raises(ValueError, match="`temperature_factor` of CollapseGuard scales fixed temperatures"):
+        trainer.train()
 
 
 @pytest.mark.parametrize(

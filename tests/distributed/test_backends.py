@@ -178,6 +178,20 @@ class TestParity:
         for name, weight in whole.items():
             assert torch.equal(resumed[name], weight), name
 
+    def test_a_rollback_is_that_of_one_process(self, backend: str, runs: Runs) -> None:
+        """To the checkpoint of step 2, on all ranks, and on with half the learning rate."""
+        one, two = runs(None) / "guarded", runs(backend) / "guarded"
+        for rank in range(2):
+            assert runs.result(backend, rank)["guarded"] == {"rollbacks": 1, "step": 5, "state": "healthy"}
+        for folder in (one, two):
+            lines = [json.loads(line) for line in (folder / "record" / "health.jsonl").read_text().splitlines()]
+            assert [line["action"] for line in lines if line["action"]] == ["rollback to checkpoint-2"]
+        rates = pd.read_parquet(two / "record" / "scalars").query("name == 'learning_rate'").sort_values(by="step")
+        assert rates.value.tolist() == pytest.approx([1e-3] * 2 + [5e-4] * 3)
+        expected = weights(one / "model")
+        for name, weight in weights(two / "model").items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-5)
+
     @pytest.mark.parametrize("kind", ["full", "lora"])
     def test_what_is_saved_loads_plainly(self, backend: str, kind: str, runs: Runs) -> None:
         folder = runs(backend) / "parity" / f"saf-{kind}" / "model"

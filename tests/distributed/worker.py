@@ -21,6 +21,7 @@ from peft import LoraConfig  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 from trl_softgate import (  # noqa: E402
+    CollapseGuard,
     GSPOConfig,
     GSPOTrainer,
     SAFDistillConfig,
@@ -29,13 +30,18 @@ from trl_softgate import (  # noqa: E402
     SAPOTrainer,
     TeacherLogprobsCallback,
 )
+from trl_softgate.diagnostics.health import HealthLimits  # noqa: E402
 from trl_softgate.teachers import LocalTeacher, TeacherError  # noqa: E402
 
 ROWS = 4  # per micro-batch, over all processes
 STEPS = 3
+# tau of the third step comes from the first two, of all processes
+SAPO_OPTIONS: dict[str, Any] = dict(
+    aggregation="token_mean", adaptive_temperature_quantile=0.8, adaptive_temperature_max=1e3
+)
 METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gspo": (GSPOTrainer, GSPOConfig, dict(entropy_coef=0.01)),
-    "sapo": (SAPOTrainer, SAPOConfig, dict(aggregation="token_mean")),
+    "sapo": (SAPOTrainer, SAPOConfig, SAPO_OPTIONS),
     "saf": (
         SAFDistillTrainer,
         SAFDistillConfig,
@@ -51,7 +57,7 @@ METHODS["adapter"] = METHODS["saf"]
 METHODS["plain"] = (
     SAPOTrainer,
     SAPOConfig,
-    dict(aggregation="token_mean", trim_padding=False, group_rows_by_length=False, skip_zero_signal_rows=False),
+    dict(**SAPO_OPTIONS, trim_padding=False, group_rows_by_length=False, skip_zero_signal_rows=False),
 )
 
 World = tuple[int, int]
@@ -87,6 +93,8 @@ def make(case: str, folder: Path, base: Path, teacher: Any, **kwargs: Any) -> An
             extra["teacher_model"] = teacher
         elif "teachers" not in kwargs:
             options = {**options, "teacher_model_name_or_path": str(teacher)}
+    if "callbacks" in kwargs:
+        extra["callbacks"] = kwargs.pop("callbacks")
     if (rollout := kwargs.pop("rollout_func", tiny.fixed_rollout)) is not None:
         extra["rollout_func"] = rollout
     forget_accelerator()
@@ -195,8 +203,35 @@ def resume(folder: Path) -> dict[str, Any]:
     return results
 
 
+def guarded(folder: Path) -> dict[str, Any]:
+    """A run whose reward falls to nothing at step 3, until a rollback has lowered its learning rate."""
+
+    def reward(completions: list[str], **kwargs: Any) -> list[float]:
+        lost = trainer.state.global_step >= 2 and trainer.lr_scheduler.get_last_lr()[0] > 6e-4
+        return [0.0 if lost else float(1 + sum(map(ord, completion)) % 5) for completion in completions]
+
+    guard = CollapseGuard(
+        "rollback", HealthLimits(reward_drop=0.5, window=1, warn_after=1, collapse_after=2, recover_after=2)
+    )
+    options: dict[str, Any] = dict(optim="adamw_torch", learning_rate=1e-3, lr_scheduler_type="constant")
+    trainer = make(
+        "gspo-full",
+        folder,
+        folder.parent / "base",
+        folder.parent / "teacher",
+        **{**options, "reward": reward, "num_iterations": 1, "max_steps": 5, "callbacks": [guard]},
+    )
+    trainer.train()
+    trainer.save_model(str(folder / "model"))
+    return {"rollbacks": guard.rollbacks, "step": trainer.state.global_step, "state": guard.monitor.state}
+
+
 def both(folder: Path) -> dict[str, Any]:
-    return {"parity": parity(folder / "parity"), "resume": resume(folder / "resume")}
+    return {
+        "parity": parity(folder / "parity"),
+        "resume": resume(folder / "resume"),
+        "guarded": guarded(folder / "guarded"),
+    }
 
 
 def uneven(folder: Path) -> dict[str, Any]:
@@ -324,7 +359,7 @@ def killed(folder: Path) -> dict[str, Any]:
 
 
 SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    function.__name__: function for function in (both, uneven, raises, no_answer, killed)
+    function.__name__: function for function in (both, uneven, raises, no_answer, killed, guarded)
 }
 
 

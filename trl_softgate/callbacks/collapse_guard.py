@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -64,12 +65,14 @@ class CollapseGuard(TrainerCallback):
         self._step = 0
         self._rollback_to: str | None = None
         self._temperatures: dict[str, float] = {}
+        self._goes_back = False
 
     # Called by the trainer
 
     def take_rollback(self) -> str | None:
         """The checkpoint to go back to, if the run was stopped for that; asked once."""
         checkpoint, self._rollback_to = self._rollback_to, None
+        self._goes_back = checkpoint is not None
         return checkpoint
 
     def state_dict(self) -> dict[str, Any]:
@@ -98,6 +101,10 @@ class CollapseGuard(TrainerCallback):
             self._temperatures = {name: getattr(args, name) for name in _TEMPERATURES}
         for name, value in self._temperatures.items():
             setattr(args, name, value * self.temperature_factor**self.rollbacks)
+        goes_back, self._goes_back = self._goes_back, False
+        # of a new run, the recorder moves the older record away as a whole
+        if state.is_world_process_zero and not goes_back and (state.global_step > 0 or not args.record):
+            _rewind(_health_file(args), state.global_step)
         if state.is_world_process_zero and not self.rollbacks:
             print(f"CollapseGuard: {self.action} on collapse; limits: {self.limits.describe()}")
 
@@ -110,7 +117,7 @@ class CollapseGuard(TrainerCallback):
         if transition.state == "collapsed":
             action = self._act(args, state, control)
         if state.is_world_process_zero:
-            self._report(Path(args.output_dir), transition, action)
+            self._report(_health_file(args), transition, action)
 
     def _act(self, args: Any, state: Any, control: Any) -> str:
         if self.action == "log":
@@ -128,13 +135,12 @@ class CollapseGuard(TrainerCallback):
         control.should_save = True
         return "stop"
 
-    def _report(self, output_dir: Path, transition: Transition, action: str | None) -> None:
+    def _report(self, file: Path, transition: Transition, action: str | None) -> None:
         level = logging.INFO if transition.state == "healthy" else logging.WARNING
         logger.log(
             level, "Run %s: %s.%s", transition.state, transition.evidence, f" Action: {action}." if action else ""
         )
-        folder = record_folder(output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         line = {
             "step": transition.step,
             "state": transition.state,
@@ -142,5 +148,22 @@ class CollapseGuard(TrainerCallback):
             "action": action,
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        with open(folder / "health.jsonl", "a") as file:
-            file.write(json.dumps(line) + "\n")
+        with open(file, "a") as lines:
+            lines.write(json.dumps(line) + "\n")
+
+
+def _health_file(args: Any) -> Path:
+    return record_folder(args.output_dir) / "health.jsonl"
+
+
+def _rewind(file: Path, step: int) -> None:
+    """Drop what a run that went further before it was resumed had said of later steps; what led to a rollback stays."""
+    if not file.exists():
+        return
+    # a killed process may have left half a line
+    lines = [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    taken_back = max((i for i, line in enumerate(lines) if (line["action"] or "").startswith("rollback")), default=-1)
+    kept = [line for i, line in enumerate(lines) if step > 0 and (i <= taken_back or line["step"] <= step)]
+    temporary = file.with_name(f".{file.name}")
+    temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    os.replace(temporary, file)

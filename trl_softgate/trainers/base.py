@@ -965,6 +965,9 @@ class BasePolicyTrainer(GRPOTrainer):
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         for guard in self._guards:
             while (checkpoint := guard.take_rollback()) is not None:
+                if self.is_deepspeed_enabled:
+                    # its engine ends with each call of train(); the next one needs another
+                    self.model_wrapped = self.model
                 output = super().train(checkpoint, *args, **kwargs)
         return output
 
