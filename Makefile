@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-server lint bench gpu-check clean
+.PHONY: help demo test test-slow test-server lint docs notebooks bench gpu-check clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -28,6 +28,10 @@ else
 	$(BIN)/python -m pytest tests/distributed
 endif
 
+test-slow: $(VENV)/.stamp-dev ## the tests that `make test` leaves out for their time
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --ignore tests/distributed
+	$(BIN)/python -m pytest -m slow tests/distributed
+
 test-server: $(VENV)/.stamp-dev $(VENV)-vllm/.stamp ## the teacher server against a real `vllm serve` on the CPU, installed beside
 	TRL_SOFTGATE_VLLM=$(abspath $(VENV)-vllm)/bin/vllm $(BIN)/python -m pytest -m server tests/teachers
 
@@ -35,6 +39,12 @@ lint: $(VENV)/.stamp-dev ## ruff check, ruff format --check, pyright
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.stamp-dev ## the documentation as pages that open without a server: runs/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+notebooks: $(VENV)/.stamp-dev ## run the notebooks of examples/ and keep what they show, in about a quarter of an hour
+	$(BIN)/python examples/run_notebooks.py
 
 bench: $(VENV)/.stamp-dev ## what a step costs beside stock TRL's, on this machine, in about half an hour (BENCH_ARGS="--size tiny")
 	$(BIN)/python benchmarks/step.py $(BENCH_ARGS)

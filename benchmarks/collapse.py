@@ -24,6 +24,9 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "healthy-sapo": ("SAPO", dict(**ONCE, learning_rate=1e-4)),
     "healthy-mini": ("GSPO", dict(**MINI, learning_rate=3e-4)),
     "collapse-sapo": ("SAPO", dict(**REUSE, learning_rate=3e-4)),
+    "reuse-sapo-adaptive": ("SAPO", dict(**REUSE, learning_rate=3e-4, adaptive_temperature_quantile=0.95)),
+    "reuse-sapo-stop": ("SAPO", dict(**REUSE, learning_rate=3e-4, gate_hard_stop=1.5)),
+    "reuse-sapo-gaussian": ("SAPO", dict(**REUSE, learning_rate=3e-4, gate_kernel="gaussian")),
     "collapse-mini": ("SAPO", dict(**MINI, learning_rate=6e-4)),
     "collapse-grpo": ("GRPO", dict(**MINI, learning_rate=6e-4)),
 }

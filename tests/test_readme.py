@@ -145,8 +145,10 @@ def test_python_block(source: str) -> None:
     if "trainer" not in names:  # a line that goes with a run
         return
     trainer = names["trainer"]
-    log = [entry for entry in trainer.state.log_history if "distill/kl" in entry]  # pyright: ignore[reportAttributeAccessIssue]
+    log = [entry for entry in trainer.state.log_history if "reward" in entry]  # pyright: ignore[reportAttributeAccessIssue]
     assert len(log) > 0
+    if not type(trainer).__name__.startswith("SAF"):
+        return
     assert log[-1]["distill/missing_share"] == 0
     assert all(entry["distill/kl"] > 0 for entry in log)
 
@@ -177,10 +179,12 @@ def test_options_of_the_text_exist() -> None:
     from trl import ModelConfig
 
     from trl_softgate import GSPOConfig, SAFDistillConfig, SAPOConfig
+    from trl_softgate.tasks.loading import TaskArguments
 
-    known = {field.name for config in (GSPOConfig, SAFDistillConfig, SAPOConfig) for field in fields(config)}
+    configs = (GSPOConfig, SAFDistillConfig, SAPOConfig, ModelConfig, TaskArguments)
+    known = {field.name for config in configs for field in fields(config)}
     # options of vLLM and accelerate, which the docs name too
     others = {"fsdp_version", "num_processes"}
     named = set(re.findall(r"`([a-z]\w*)(?:=|: )[^`]+`", "".join(PAGES.values())))
     named |= {key for page in DOCS for block in blocks(page, "yaml") for key in yaml.safe_load(block)}
-    assert named and named <= known | others | {field.name for field in fields(ModelConfig)}
+    assert named and named <= known | others

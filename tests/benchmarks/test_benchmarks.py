@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import tiny
 from scripts import execute
 
@@ -13,6 +14,7 @@ def test_gpu_check_without_a_gpu_does_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_gpu_check_itself(tmp_path: Path) -> None:
     cases = ["SAF, LoRA, base teaches", "log-probs, fused LM head", "benchmarks/teachers.py"]
     execute("benchmarks/gpu_check.py", "--cpu", "--output", str(tmp_path / "out.json"), "--only", *cases)
@@ -20,6 +22,7 @@ def test_gpu_check_itself(tmp_path: Path) -> None:
     assert {name: result["status"] for name, result in results.items()} == dict.fromkeys(cases, "ok")
 
 
+@pytest.mark.slow
 def test_teachers(tmp_path: Path) -> None:
     tiny.model(vocab_size=300).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
@@ -33,6 +36,7 @@ def test_teachers(tmp_path: Path) -> None:
     assert abs(results["local"]["mean"] - results["adapter"]["mean"]) < 1e-6
 
 
+@pytest.mark.slow
 def test_step(tmp_path: Path) -> None:
     output = execute("benchmarks/step.py", "--size", "tiny", "--repeat", "1", "--output", str(tmp_path / "out.json"))
     assert "ours / the other's" in output

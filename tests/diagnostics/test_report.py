@@ -38,13 +38,15 @@ SCALARS = [
     "reward", "entropy", "grad_norm", "completions/mean_length", "clip_ratio/low_mean", "clip_ratio/high_mean",
     "ratio/min", "ratio/mean", "ratio/max", "gate/weight_pos", "gate/weight_neg", "gate/weight_pos_p05",
     "gate/weight_neg_p05", "gate/gap_mean", "gate/gap_bound", "distill/kl", "distill/scale", "distill/coefficient",
-    "distill/multiplier", "loss", "learning_rate",
+    "distill/multiplier", "loss", "learning_rate", "gate/tau_pos", "gate/tau_neg", "moe/changed_experts",
+    "moe/changed_experts/layer_00", "moe/changed_experts/layer_01",
 ]  # fmt: skip
 # Every figure of the page but those of "All other scalars".
 FIGURES = {
     "health", "reward", "completion-length", "entropy", "gradient-norm", "clip-share", "ratio", "row-variance",
     "token-ratio", "sequence-ratio", "gate-weight-positive", "gate-weight-negative", "gate-gap", "gate-gap-bound",
-    "gate-weights-positive", "gate-weights-negative", "teacher-kl", "teacher-schedule", "teacher-advantage",
+    "gate-weights-positive", "gate-weights-negative", "gate-temperature", "changed-experts", "changed-experts-layer",
+    "teacher-kl", "teacher-schedule", "teacher-advantage",
     "drift-relative", "drift-absolute", "drift-stable-rank",
 }  # fmt: skip
 EDGES = {

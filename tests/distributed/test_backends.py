@@ -29,6 +29,8 @@ WRAPPERS = {
     "zero2": ("DistributedType.DEEPSPEED", "DeepSpeedEngine"),
     "zero3": ("DistributedType.DEEPSPEED", "DeepSpeedEngine"),
 }
+# ZeRO-1 is ZeRO-2 without the partition of gradients
+BACKENDS = [pytest.param(name, marks=pytest.mark.slow) if name == "zero1" else name for name in launch.BACKENDS]
 MODELS = ("base", "teacher", "adapter")
 SHARDED = ("fsdp2", "zero3")
 NOT_COMPARED = ("step_time", "epoch")
@@ -99,7 +101,7 @@ def assert_same_numbers(ours: dict[str, Any], expected: dict[str, Any]) -> None:
             assert math.isclose(ours[name], expected[name], rel_tol=1e-5, abs_tol=absolute), name
 
 
-@pytest.mark.parametrize("backend", launch.BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 class TestParity:
     def test_it_is_the_backend_that_was_asked_for(self, backend: str, runs: Runs) -> None:
         whole = sum(parameter.numel() for parameter in tiny.model().parameters())
@@ -252,7 +254,7 @@ class TestFailure:
 KILLS = {"ddp": "checkpoint", "fsdp2": "step", "zero1": "step", "zero2": "step", "zero3": "checkpoint"}
 
 
-@pytest.mark.parametrize("backend", launch.BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_killed_run_goes_on_from_the_last_good_checkpoint(backend: str, root: Path, runs: Runs) -> None:
     folder = folder_with_models(root / f"killed-{backend}", root) / KILLS[backend]
     launch.run(backend, "killed", folder, timeout=240)

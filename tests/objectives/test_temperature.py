@@ -69,16 +69,6 @@ def test_older_steps_count_less() -> None:
     assert adaptive.spread > 0.15
 
 
-def test_the_given_temperatures_until_a_rollout_was_used_to_its_end() -> None:
-    adaptive = AdaptiveTemperature(1.0, 1.05, delay=3, **OPTIONS)
-    for _ in range(2):
-        assert adaptive.temperatures == (1.0, 1.05)
-        adaptive.observe(counted(drawn(0.1)))
-    assert adaptive.temperatures == (1.0, 1.05)
-    adaptive.observe(counted(drawn(0.1)))
-    assert adaptive.temperatures[0] > 1.5
-
-
 def test_nothing_seen() -> None:
     adaptive = AdaptiveTemperature(1.0, 1.05, **OPTIONS)
     assert math.isnan(adaptive.spread)
@@ -87,7 +77,7 @@ def test_nothing_seen() -> None:
 
 
 def test_state() -> None:
-    one, other = (AdaptiveTemperature(1.0, 1.05, delay=2, **OPTIONS) for _ in range(2))
+    one, other = (AdaptiveTemperature(1.0, 1.05, **OPTIONS) for _ in range(2))
     for seed in range(3):
         one.observe(counted(drawn(0.05, seed)))
     other.load_state_dict(one.state_dict())

@@ -36,7 +36,7 @@ WINDOWS = {
 METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gspo": (GSPOTrainer, GSPOConfig, {}),
     "sapo": (SAPOTrainer, SAPOConfig, dict(use_adaptive_entropy=True, entropy_coef=0.01, entropy_target=6.0)),
-    # tau changes at every step from the fourth on
+    # tau changes at every step
     "sapo adaptive": (
         SAPOTrainer,
         SAPOConfig,

@@ -19,7 +19,7 @@ class AdaptiveTemperature:
     Let z be the `quantile` of |log pi_theta - log pi_old| over the tokens of the last optimizer steps (each step counts
     0.9 times as much as the one after it). A ratio of e^z then weighs `weight`: tau = x / (e^z - 1), where x is the
     kernel's distance at that weight, bounded to [`minimum`, `maximum`]. It is the temperature of positive advantages; that
-    of the others keeps its proportion. Until `delay` steps have been seen, both are the given ones.
+    of the others keeps its proportion. Before the first token, both are the given ones.
 
     Args:
         tau_pos, tau_neg: temperatures to begin with; > 0.
@@ -27,8 +27,6 @@ class AdaptiveTemperature:
         weight: the weight that they keep at least, in (0, 1).
         minimum, maximum: bounds of tau, > 0.
         kernel: that of the gate.
-        delay: optimizer steps in which the same rollout is used: before the last of them the spread is only part of
-            what it will be.
 
     Raises:
         ValueError: an argument is out of range.
@@ -44,7 +42,6 @@ class AdaptiveTemperature:
         minimum: float,
         maximum: float,
         kernel: str = "sigmoid",
-        delay: int = 1,
     ) -> None:
         require_number("quantile", quantile, above=0, below=1)
         require_number("weight", weight, above=0, below=1)
@@ -54,8 +51,6 @@ class AdaptiveTemperature:
         self._quantile = quantile
         self._distance = ratio_distance(weight, kernel)
         self._bounds = (minimum, maximum)
-        self._delay = delay
-        self._observed = 0
         self._counts = [0.0] * (len(SPREAD_EDGES) - 1)
 
     @property
@@ -67,9 +62,10 @@ class AdaptiveTemperature:
     def temperatures(self) -> tuple[float, float]:
         """(tau_pos, tau_neg) of the next step."""
         tau_pos, tau_neg = self._initial
-        if self._observed < self._delay or math.isnan(self.spread):
+        spread = self.spread
+        if math.isnan(spread):
             return self._initial
-        move = math.expm1(self.spread)
+        move = math.expm1(spread)
         low, high = self._bounds
         tau = high if move * high <= self._distance else max(self._distance / move, low)
         return tau, tau * (tau_neg / tau_pos)
@@ -77,13 +73,11 @@ class AdaptiveTemperature:
     def observe(self, counts: Sequence[int]) -> None:
         """Take in the histogram over `SPREAD_EDGES` of one optimizer step, of all processes."""
         self._counts = [_KEPT * old + new for old, new in zip(self._counts, counts, strict=True)]
-        self._observed += 1
 
     def state_dict(self) -> dict[str, Any]:
         """What was observed so far, JSON types only."""
-        return {"observed": self._observed, "counts": self._counts}
+        return {"counts": self._counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave."""
-        self._observed = state["observed"]
         self._counts = list(state["counts"])

@@ -143,7 +143,7 @@ class BasePolicyConfig(GRPOConfig):
         default=0.9, metadata={"help": "Gate weight that these tokens keep at least."}
     )
     adaptive_temperature_min: float = field(
-        default=0.5, metadata={"help": "Lower bound of the chosen temperature of positive advantages."}
+        default=1.0, metadata={"help": "Lower bound of the chosen temperature of positive advantages."}
     )
     adaptive_temperature_max: float = field(
         default=20.0, metadata={"help": "Upper bound of the chosen temperature of positive advantages."}
@@ -192,7 +192,7 @@ class BasePolicyConfig(GRPOConfig):
                     f"`{name}` has no effect in {self._METHOD}: leave it out (got {getattr(self, name)!r})."
                 )
         super().__post_init__()
-        if self.adaptive_temperature_quantile is not None and self._updates_per_rollout == 1:
+        if self.adaptive_temperature_quantile is not None and self._window <= self.gradient_accumulation_steps:
             raise ValueError(
                 "`adaptive_temperature_quantile` has nothing to go by where each rollout is used for one update, since "
                 "every ratio is then 1: leave it out, or raise `steps_per_generation` or `num_iterations`."
@@ -293,10 +293,6 @@ class BasePolicyConfig(GRPOConfig):
         """Micro-batches between two generations."""
         assert self.steps_per_generation is not None  # set by GRPOConfig.__post_init__
         return self.steps_per_generation * self.num_iterations
-
-    @property
-    def _updates_per_rollout(self) -> int:
-        return max(1, self._window // self.gradient_accumulation_steps)
 
     @property
     def _needs_step_tokens(self) -> bool:
@@ -1111,7 +1107,6 @@ class BasePolicyTrainer(GRPOTrainer):
             minimum=args.adaptive_temperature_min,
             maximum=args.adaptive_temperature_max,
             kernel=args.gate_kernel,
-            delay=args._updates_per_rollout,
         )
 
     def _begin_epoch(self) -> None:

@@ -192,6 +192,23 @@ _CURVES = (
         log_y=True,
     ),
     _Curves(
+        "gate-temperature",
+        GATE,
+        "Temperatures",
+        "Chosen from the spread of the log-ratios of the steps before.",
+        {"gate/tau_pos": ("A > 0", "solid"), "gate/tau_neg": ("A < 0", "dashed")},
+        "tau",
+        smooth=False,
+    ),
+    _Curves(
+        "changed-experts",
+        RATIOS,
+        "Expert choices that changed since the rollout",
+        "Share, mean over layers (GSPO, section 5.3).",
+        _one("moe/changed_experts"),
+        "share",
+    ),
+    _Curves(
         "teacher-kl", TEACHER, "Student-teacher KL", "Mean over tokens (SAF, figure 4).", _one("distill/kl"), "nats"
     ),
     _Curves(
@@ -223,6 +240,7 @@ _HISTOGRAMS = {
     ),
 }
 _ROW_VARIANCE = "log_ratio/row_variance"
+_EXPERTS_OF_LAYER = re.compile(r"moe/changed_experts/layer_(\d+)")
 # field -> (title, label of the axis)
 _DRIFT = {
     "relative": ("Relative drift per layer", "|W - W0| / |W0|"),
@@ -243,9 +261,11 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
     charts += _gap_scatter(runs)
     for name in _HISTOGRAMS:
         charts += _histogram(runs, name)
+    charts += _experts_by_layer(runs)
     charts += _drift_charts(runs)
     shown = {name for group in _CURVES for name in group.names} | {_ROW_VARIANCE}
     others = sorted({name for run in runs for name, series in run.scalars.items() if len(series.steps)} - shown)
+    others = [name for name in others if not _EXPERTS_OF_LAYER.fullmatch(name)]
     for number, name in enumerate(others, 1):
         key = f"other-{number:03d}-{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')[:60]}"
         charts += _scalar_chart(runs, _Curves(key, OTHER, name, "", _one(name), ""), limit)
@@ -403,6 +423,24 @@ def health_spans(index: int, run: Run) -> list[Span]:
         spans = [Span(index, spans[bucket[0]].start, 0, w.event) for bucket, w in zip(buckets, worst, strict=True)]
     ends = [*(span.start for span in spans[1:]), run.last_step + 1]
     return [Span(index, span.start, stop, span.event) for span, stop in zip(spans, ends, strict=True)]
+
+
+def _experts_by_layer(runs: Sequence[Run]) -> Iterator[CurveChart]:
+    """The mean over the steps of each run: within a rollout the share grows from update to update."""
+    curves = []
+    for index, run in enumerate(runs):
+        found = {
+            int(match[1]): np.nanmean(series.values)
+            for name, series in run.scalars.items()
+            if (match := _EXPERTS_OF_LAYER.fullmatch(name)) and np.isfinite(series.values).any()
+        }
+        if found:
+            layers = sorted(found)
+            shares = np.asarray([found[layer] for layer in layers], dtype=np.float64)
+            curves.append(Curve(index, "mean over steps", np.asarray(layers, dtype=np.float64), shares))
+    if curves:
+        title, note = "Changed expert choices per layer", "Share of the choices of the rollout."
+        yield CurveChart("changed-experts-layer", RATIOS, title, note, curves, "share", x_label="layer")
 
 
 def _drift_charts(runs: Sequence[Run]) -> Iterator[CurveChart]:
