@@ -1,5 +1,6 @@
-"""Built-in verifiable tasks, generated on the spot: nothing is downloaded.
+"""Problems to train and to evaluate on.
 
-`addition` holds the task (problems, verifier, tokenizer, evaluation), `cold_start` the small models that start from
+`loading` reads the data sets of the recipes, which `known` lists, and binds their rewards. `addition` is a task of its
+own, generated on the spot (problems, verifier, tokenizer, evaluation), `cold_start` the small models that start from
 it: a student that barely knows the task and a teacher that does.
 """
