@@ -32,7 +32,7 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     output = capsys.readouterr().out
-    assert all(command in output for command in ("demo", "report", "drift", "env"))
+    assert all(command in output for command in ("demo", "report", "drift", "env", "recipes", "merge"))
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == f"trl-softgate {__version__}"
     assert main(["demo", "--help"]) == 0
@@ -65,6 +65,11 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["env", "--model", "model", "--gpu-memory", "nan"], "--gpu-memory must be above 0, got nan."),
         (["env", "--model", "model", "--gpus", "0"], "--gpus must be at least 1, got 0."),
         (["env", "--model", "model", "--lora-rank", "0"], "--lora-rank must be at least 1, got 0."),
+        (["merge", "adapter"], "the following arguments are required: OUTPUT"),
+        (
+            ["merge", "adapter", "out", "--dtype", "int8"],
+            "--dtype must be one of auto, bfloat16, float16, float32",
+        ),
     ],
 )
 def test_bad_arguments_are_one_sentence(
@@ -169,6 +174,31 @@ def test_env_estimates_the_memory_of_a_folder(tmp_path: Path, capsys: pytest.Cap
     assert main(["env", "--model", str(tmp_path / "empty")]) == 1
     captured = capsys.readouterr()
     assert captured.err == f"trl-softgate env: error: The folder {tmp_path / 'empty'} has no config.json.\n"
+
+
+def test_recipes_are_listed_by_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[1])
+    assert main(["recipes"]) == 0
+    output = capsys.readouterr().out
+    files = sorted(path.stem for path in Path("recipes/configs").glob("*.yaml"))
+    assert all(f" {file} " in output for file in files)
+    assert "…" not in output  # in 80 columns
+    assert main(["recipes", "--model", "Qwen/Qwen3-30B-A3B"]) == 0
+    output = capsys.readouterr().out
+    assert "SAPO, full" in output and "46 GB" in output and "qwen3_8b" not in output
+    assert main(["recipes", "--model", "nobody/nothing"]) == 1
+    assert "No recipe in recipes/configs trains nobody/nothing; there are recipes for" in capsys.readouterr().err
+
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipes"]) == 1
+    captured = capsys.readouterr()
+    assert "run this in a clone of the repository" in captured.err
+    assert captured.err.count("\n") == 1 and captured.out == ""
+    (tmp_path / "own.yaml").write_text("max_steps: 1\n")
+    assert main(["recipes", "--dir", "."]) == 1
+    assert "own.yaml is no recipe: it has no key model_name_or_path." in capsys.readouterr().err
 
 
 def test_env_prints_what_is_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

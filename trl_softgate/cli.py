@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_report(commands)
     _add_drift(commands)
     _add_env(commands)
+    _add_recipes(commands)
+    _add_merge(commands)
     try:
         args = parser.parse_args(argv)
     except SystemExit as stop:
@@ -236,6 +238,64 @@ def _env(args: argparse.Namespace) -> int:
         local_teacher=teacher,
         explain=args.explain,
     )
+    return 0
+
+
+def _add_recipes(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "recipes",
+        help="the recipes of the repository, with model, method, hardware and memory",
+        description="List the YAML files in recipes/configs with model, method, hardware and estimated memory; the "
+        "first line of a file launches it. For a clone of the repository.",
+    )
+    parser.add_argument(
+        "--dir", type=Path, default=Path("recipes/configs"), help="folder of the files (default: %(default)s)"
+    )
+    parser.add_argument("--model", metavar="NAME", help="only recipes that train this model")
+    parser.set_defaults(run=_recipes, parser=parser)
+
+
+def _recipes(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from .recipes import RecipeProblem, read_recipes, recipe_table
+
+    try:
+        recipes = read_recipes(args.dir, args.model)
+    except (RecipeProblem, OSError) as error:
+        return _fail(args.parser, error, 1)
+    Console().print(recipe_table(recipes))
+    return 0
+
+
+def _add_merge(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "merge",
+        help="make a model of a trained LoRA adapter and its base",
+        description="Add a LoRA adapter to its base model, unquantized also for QLoRA, and save the sum as a model "
+        "folder: safetensors, tokenizer and card.",
+    )
+    parser.add_argument("adapter", type=Path, metavar="ADAPTER", help="folder of the adapter")
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="new folder for the model")
+    parser.add_argument("--base", metavar="NAME_OR_FOLDER", help="the base model, if it is not where it was")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        metavar="{auto,bfloat16,float16,float32}",
+        help="of the weights (default: the base's)",
+    )
+    parser.set_defaults(run=_merge, parser=parser)
+
+
+def _merge(args: argparse.Namespace) -> int:
+    from .export import DTYPES, ExportError, merge_adapter
+
+    if args.dtype not in DTYPES:
+        return _fail(args.parser, f"--dtype must be one of {', '.join(DTYPES)}, got {args.dtype!r}.", 2)
+    try:
+        print(merge_adapter(args.adapter, args.output, base=args.base, dtype=args.dtype))
+    except (ExportError, OSError) as error:
+        return _fail(args.parser, error, 1)
     return 0
 
 

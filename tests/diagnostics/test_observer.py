@@ -102,7 +102,10 @@ def test_the_gap_is_within_its_bound(seed: int, tau: float, spread: float) -> No
         assert gap[i] <= bound[i] + 1e-12
 
 
-def observed(*seeds: int, gate: Gate | None = Gate(1.0, 1.05), teacher: bool = True) -> StepObserver:
+SAPO_GATE = Gate(1.0, 1.05)
+
+
+def observed(*seeds: int, gate: Gate | None = SAPO_GATE, teacher: bool = True) -> StepObserver:
     observer = StepObserver()
     for seed in seeds:
         x, mask = random_batch(seed)

@@ -9,7 +9,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
 PLANNED = {
-    *("single_gpu", "ddp", "fsdp2", "zero1", "zero2", "zero3", "zero3_offload", "multi_node_ddp", "multi_node_zero3"),
+    *("single_gpu", "ddp", "fsdp2", "zero1", "zero2", "zero3", "zero3_offload"),
+    *("multi_node_ddp", "multi_node_fsdp2", "multi_node_zero3"),
     *("cpu_ddp", "cpu_fsdp2", "cpu_zero1", "cpu_zero2", "cpu_zero3"),
 }
 KINDS = {"single": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "zero": "DEEPSPEED"}

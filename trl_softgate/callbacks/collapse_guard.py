@@ -30,14 +30,14 @@ class CollapseGuard(TrainerCallback):
             checkpoint that was written while every signal was good, with the two factors applied; without one, stop.
         limits: when a signal is bad; default: `HealthLimits()`.
         learning_rate_factor: on the learning rate at each rollback, in (0, 1].
-        temperature_factor: on SAPO's temperatures at each rollback, >= 1; a higher one damps large ratios more. Not with
-            `adaptive_temperature_quantile`.
+        temperature_factor: on SAPO's temperatures at each rollback, >= 1; a higher one damps large ratios more. Not
+            with `adaptive_temperature_quantile`.
         max_rollbacks: after that many the run is stopped, >= 1.
 
     Raises:
         ValueError: an option is out of range.
 
-    Example:
+    Examples:
         >>> SAPOTrainer(..., callbacks=[CollapseGuard(action="stop")])
     """
 
@@ -157,7 +157,7 @@ def _health_file(args: Any) -> Path:
 
 
 def _rewind(file: Path, step: int) -> None:
-    """Drop what a run that went further before it was resumed had said of later steps; what led to a rollback stays."""
+    """Drop what a run said of later steps before it was resumed; what led to a rollback stays."""
     if not file.exists():
         return
     # a killed process may have left half a line

@@ -16,10 +16,12 @@ _KEPT = 0.9
 class AdaptiveTemperature:
     """Chooses tau so that a share of the tokens keeps at least a given gate weight.
 
-    Let z be the `quantile` of |log pi_theta - log pi_old| over the tokens of the last optimizer steps (each step counts
-    0.9 times as much as the one after it). A ratio of e^z then weighs `weight`: tau = x / (e^z - 1), where x is the
-    kernel's distance at that weight, bounded to [`minimum`, `maximum`]. It is the temperature of positive advantages; that
-    of the others keeps its proportion. Before the first token, both are the given ones.
+    Let z be the `quantile` of |log pi_theta - log pi_old| over the tokens of the last optimizer steps, each of which
+    counts 0.9 times as much as the one after it. A ratio of e^z then weighs `weight`: tau = x / (e^z - 1), where x is
+    the kernel's distance at that weight, bounded to [`minimum`, `maximum`]. It is the temperature of positive
+    advantages; that of the others keeps its proportion. Before the first token, both are the given ones.
+
+    tau falls where the spread grows: `minimum` is what protects a run that is drifting away.
 
     Args:
         tau_pos, tau_neg: temperatures to begin with; > 0.

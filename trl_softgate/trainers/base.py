@@ -22,6 +22,7 @@ from ..callbacks import CollapseGuard, RunRecorder
 from ..diagnostics import statistics
 from ..diagnostics.observer import StepObserver
 from ..diagnostics.statistics import Statistic, Tokens
+from ..export import complete_card
 from ..objectives import (
     AGGREGATIONS,
     GATE_KERNELS,
@@ -194,7 +195,7 @@ class BasePolicyConfig(GRPOConfig):
         super().__post_init__()
         if self.adaptive_temperature_quantile is not None and self._window <= self.gradient_accumulation_steps:
             raise ValueError(
-                "`adaptive_temperature_quantile` has nothing to go by where each rollout is used for one update, since "
+                "`adaptive_temperature_quantile` has nothing to go by where each rollout is used for one update, as "
                 "every ratio is then 1: leave it out, or raise `steps_per_generation` or `num_iterations`."
             )
         # transformers overwrites the field with accelerate's number, where that is stated
@@ -945,6 +946,11 @@ class BasePolicyTrainer(GRPOTrainer):
             self._told = {}
 
     # State
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's card, with the settings of the run and the method's citation."""
+        super().create_model_card(*args, **kwargs)
+        complete_card(self)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As `transformers.Trainer.train`; with `resume_from_checkpoint=True`, from the newest checkpoint of

@@ -53,7 +53,7 @@ class GSPOTrainer(BasePolicyTrainer):
     A drop-in for `trl.GRPOTrainer`: the same constructor arguments, datasets, reward functions and callbacks. Where a
     subclass or an `on_rollout` callback makes the advantages per token, (B, T), GSPO-token (eqs. 13-14) is used.
 
-    Example:
+    Examples:
         >>> trainer = GSPOTrainer(model, reward_funcs=reward, args=GSPOConfig("out"), train_dataset=dataset)
         >>> trainer.train()
     """

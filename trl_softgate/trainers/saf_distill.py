@@ -431,7 +431,7 @@ class SAFDistillTrainer(BasePolicyTrainer):
         ValueError: no source of teacher log-probabilities, two of them, or one that does not fit the student.
         TeacherError: a server that does not answer; during training, any teacher that gives no usable answer.
 
-    Example:
+    Examples:
         >>> trainer = SAFDistillTrainer(
         ...     student, reward, SAFDistillConfig("out"), train_dataset=dataset, teacher_model=teacher
         ... )

@@ -17,9 +17,9 @@ class SAPOConfig(BasePolicyConfig):
         sapo_temperature_pos: tau of tokens with a positive advantage; > 0. Paper: 1.0.
         sapo_temperature_neg: tau of all other tokens; > 0. Paper: 1.05.
 
-    `gate_kernel`, `gate_hard_stop`, `adaptive_temperature_quantile`, `aggregation`, `record` and more: see `BasePolicyConfig`. All other options of `trl.GRPOConfig`
-    are honored; the clip options have no effect and are refused, `loss_type` and `importance_sampling_level` are
-    fixed.
+    `gate_kernel`, `gate_hard_stop`, `adaptive_temperature_quantile`, `aggregation`, `record` and more: see
+    `BasePolicyConfig`. All other options of `trl.GRPOConfig` are honored; the clip options have no effect and are
+    refused, `loss_type` and `importance_sampling_level` are fixed.
 
     Raises:
         ValueError: an option is out of range, or has no effect in SAPO.
@@ -46,7 +46,7 @@ class SAPOTrainer(BasePolicyTrainer):
 
     A drop-in for `trl.GRPOTrainer`: the same constructor arguments, datasets, reward functions and callbacks.
 
-    Example:
+    Examples:
         >>> trainer = SAPOTrainer(model, reward_funcs=reward, args=SAPOConfig("out"), train_dataset=dataset)
         >>> trainer.train()
     """
