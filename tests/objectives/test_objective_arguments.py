@@ -35,8 +35,9 @@ def test_delta(value: float) -> None:
 @pytest.mark.parametrize("name", ["tau_pos", "tau_neg"])
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
 def test_tau(name: str, value: float) -> None:
+    taus: Any = {"tau_pos": 1.0, "tau_neg": 1.05, name: value}
     with pytest.raises(ValueError, match=name):
-        sapo_loss(LP, OLD, ADVANTAGES, MASK, **({"tau_pos": 1.0, "tau_neg": 1.05} | {name: value}))
+        sapo_loss(LP, OLD, ADVANTAGES, MASK, **taus)
 
 
 def test_level() -> None:

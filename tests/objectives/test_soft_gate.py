@@ -46,7 +46,7 @@ def test_the_weight_is_the_derivative_of_the_gate(value: dict[str, float]) -> No
 def test_the_loss_uses_the_published_gate(value: dict[str, float], sign: float) -> None:
     lp = torch.tensor([[value["ratio"]]], dtype=torch.float64).log().requires_grad_()
     # The other sign's temperature is set to something that would show.
-    taus = {"tau_pos": value["tau"], "tau_neg": 77.0} if sign > 0 else {"tau_pos": 77.0, "tau_neg": value["tau"]}
+    taus: Any = {"tau_pos": value["tau"], "tau_neg": 77.0} if sign > 0 else {"tau_pos": 77.0, "tau_neg": value["tau"]}
     advantages = torch.tensor([sign * 2.0], dtype=torch.float64)
     out = sapo_loss(lp, torch.zeros_like(lp), advantages, torch.ones(1, 1), **taus)
     (gradient,) = torch.autograd.grad(out.per_token_loss.sum(), lp)

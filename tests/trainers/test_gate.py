@@ -17,7 +17,7 @@ METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 ADAPTIVE: dict[str, Any] = dict(adaptive_temperature_quantile=0.9, adaptive_temperature_max=1e3)
 
 
-def run(method: str, folder: Path, **options: Any) -> pd.DataFrame:
+def run(method: str, folder: Path, **options: Any) -> Any:
     trainer_class, config_class, own = METHODS[method]
     args = tiny.config(
         config_class,

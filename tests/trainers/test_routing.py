@@ -18,6 +18,8 @@ NAMES = [f"moe/changed_experts/layer_{layer:02}" for layer in range(2)]
 class _Recounts(GSPOTrainer):
     """Counts the changes by itself: the policy of each rollout is kept, and both say their router logits."""
 
+    counted: dict[int, list[list[int]]]
+
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         self.sampler = tiny.moe_model()
         self.sampler.load_state_dict(self.model.state_dict())
@@ -45,7 +47,7 @@ class _Recounts(GSPOTrainer):
         return super()._compute_loss(model, inputs)
 
 
-def run(folder: Path, **options: Any) -> tuple[_Recounts, pd.DataFrame]:
+def run(folder: Path, **options: Any) -> tuple[_Recounts, Any]:
     args = tiny.config(
         GSPOConfig,
         folder,

@@ -584,8 +584,9 @@ class BasePolicyTrainer(GRPOTrainer):
         self, seen: list[torch.Tensor], index: torch.Tensor, completion_length: int, like: torch.Tensor
     ) -> None:
         """Note the experts of the policy that sampled, for the rows `index` of a rollout of the shape of `like`."""
-        assert self._experts is not None or not seen
-        choices = self._experts.at_positions(seen, len(index), completion_length) if self._experts else None
+        if self._experts is None or not seen:
+            return
+        choices = self._experts.at_positions(seen, len(index), completion_length)
         if choices is None:
             return
         if self._expert_choices is None:
