@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 pytestmark = pytest.mark.timeout(900)
 
 CASES = [f"{method}-{kind}" for method in ("gspo", "sapo", "saf") for kind in ("full", "lora")]
+OTHERS = [*CASES, "adapter-lora", "moe-full"]
 RESUMED = ("gspo-full", "sapo-lora", "saf-full")
 WRAPPERS = {
     "ddp": ("DistributedType.MULTI_", "DistributedDataParallel"),
@@ -31,7 +32,7 @@ WRAPPERS = {
 }
 # ZeRO-1 is ZeRO-2 without the partition of gradients
 BACKENDS = [pytest.param(name, marks=pytest.mark.slow) if name == "zero1" else name for name in launch.BACKENDS]
-MODELS = ("base", "teacher", "adapter")
+MODELS = ("base", "teacher", "adapter", "moe")
 SHARDED = ("fsdp2", "zero3")
 NOT_COMPARED = ("step_time", "epoch")
 NOT_COMPARED += tuple(f"eval_{name}" for name in ("runtime", "samples_per_second", "steps_per_second"))
@@ -44,6 +45,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, seed in (("base", 0), ("teacher", 7)):
         tiny.model(seed).save_pretrained(root / name)
         tiny.tokenizer().save_pretrained(root / name)
+    tiny.moe_model().save_pretrained(root / "moe")
+    tiny.tokenizer().save_pretrained(root / "moe")
     torch.manual_seed(5)
     base = AutoModelForCausalLM.from_pretrained(root / "base")
     lora = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
@@ -118,16 +121,16 @@ class TestParity:
                 for held in facts["teacher_parameters"]:
                     assert held < 0.6 * whole if backend in SHARDED else held == whole
 
-    @pytest.mark.parametrize("case", [*CASES, "adapter-lora"])
+    @pytest.mark.parametrize("case", OTHERS)
     def test_weights(self, backend: str, case: str, runs: Runs) -> None:
         one, two = (weights(runs(name) / "parity" / case / "model") for name in (None, backend))
         assert one.keys() == two.keys()
-        start = load_file(runs(None) / "base" / "model.safetensors")
+        start = load_file(runs(None) / ("moe" if case == "moe-full" else "base") / "model.safetensors")
         for name, weight in one.items():
             torch.testing.assert_close(two[name], weight, rtol=1e-5, atol=1e-6)
         assert any(name not in start or not torch.equal(start[name], weight) for name, weight in one.items())
 
-    @pytest.mark.parametrize("case", [*CASES, "adapter-lora"])
+    @pytest.mark.parametrize("case", OTHERS)
     def test_metrics_and_schedule(self, backend: str, case: str, runs: Runs) -> None:
         one = runs.result(None)["parity"][case]
         for rank in range(2):
@@ -151,7 +154,7 @@ class TestParity:
         history = runs.result(backend)["parity"]["sapo-full"]["history"]
         assert any(0 < entry.get("skipped_rows_share", 0) < 1 for entry in history)
 
-    @pytest.mark.parametrize("case", [*CASES, "adapter-lora"])
+    @pytest.mark.parametrize("case", OTHERS)
     def test_the_record_is_that_of_one_process(self, backend: str, case: str, runs: Runs) -> None:
         """Histograms of all ranks, added up, and the rows of all."""
         one, two = (runs(name) / "parity" / case / "record" for name in (None, backend))
@@ -171,6 +174,13 @@ class TestParity:
             for path in (one, two)
         )
         pd.testing.assert_frame_equal(ours, expected, atol=1e-5)
+        if case == "moe-full":
+            experts = [
+                pd.read_parquet(path / "scalars").query("name.str.startswith('moe/')").sort_values(by=["step", "name"])
+                for path in (one, two)
+            ]
+            assert experts[0].value.max() > 0
+            assert experts[1].value.tolist() == pytest.approx(experts[0].value.tolist())
 
     @pytest.mark.parametrize("case", RESUMED)
     def test_a_resumed_run_is_bitwise_the_whole_one(self, backend: str, case: str, runs: Runs) -> None:
