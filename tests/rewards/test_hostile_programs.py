@@ -1,5 +1,6 @@
 """Programs that attack the machine or the verdict: each scores 0, and nothing of it is left."""
 
+import errno
 import os
 import socket
 import subprocess
@@ -147,6 +148,25 @@ def test_no_new_namespaces(sandbox):
     assert sandbox.run(program, "", 100) == "[-1, -1, -1]\n"
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "c.shmget(0, 1 << 20, 0o1600)",
+        "c.semget(0, 9, 0o1600)",
+        "c.msgget(0, 0o1600)",
+        "c.syscall({'x86_64': 250, 'aarch64': 219}[m], 0, ctypes.c_int(-3), 1)",  # the session's keyring
+        "c.syscall({'x86_64': 248, 'aarch64': 217}[m], b'user', b'x', b'x', 1, ctypes.c_int(-3))",
+        "c.syscall(425, 1, ctypes.create_string_buffer(999))",  # io_uring
+        "c.syscall(0x40000000 + 39)",  # getpid of another kind
+        "c.socket(40, 1, 0)",  # vsock: to the host of a virtual machine
+        "c.socket(16, 3, 0)",
+    ],
+)
+def test_refused_system_calls(sandbox, call):
+    program = f"import ctypes, os\nm = os.uname().machine\nc = ctypes.CDLL(None, use_errno=True)\nprint({call}"
+    assert sandbox.run(program + ", ctypes.get_errno())", "", 100) == f"-1 {errno.EPERM}\n"
+
+
 def test_files_of_the_user_are_not_there(sandbox, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("secret")
@@ -292,6 +312,13 @@ def test_verdict_cannot_be_faked(program, tests, monkeypatch):
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.parametrize("compare", ["isclose", "testing.assert_almost_equal", "testing.assert_array_almost_equal"])
+def test_an_empty_list_is_not_close_to_a_number(compare):
+    test = f"import numpy as np\nassert np.all(np.{compare}(square(3.0), 9.0) != False)"
+    for program, right in (("def square(x): return x * x", True), ("def square(x): return []", False)):
+        assert passes(Sandbox(seconds=20), program, {"kind": "asserts", "test": test}) is right
+
+
 def test_verdicts_are_not_always_0():
     for tests in (ASSERTS, CALLS):
         assert passes(Sandbox(seconds=20), "def square(x): return x * x", tests)
@@ -325,6 +352,16 @@ def test_leftovers_would_be_seen(sandbox, nothing_is_left):
         time.sleep(0.05)
     assert len(processes(nothing_is_left)) >= 2  # bubblewrap and the program
     sandbox.kill(process)
+
+
+def test_nothing_is_left_of_a_sandbox_that_is_killed_as_it_starts(sandbox):
+    with open("/dev/null") as stdin:
+        for i in range(60):
+            process = sandbox.start("run", "import time; time.sleep(999)", stdin=stdin.fileno())
+            while not psutil.Process(process.pid).children():
+                pass
+            time.sleep(i % 10 * 2e-4)
+            sandbox.kill(process)
 
 
 def test_programs_end_with_the_process_that_started_them(nothing_is_left):

@@ -15,7 +15,7 @@ and "calls" this process compares plain values. An assert suite runs in a second
 functions are called through pipes and answer with plain builtin values, so that no object, exit code or printed text
 of the program's is ever taken for a verdict. Suites that pass objects other than plain values to a function, or expect
 it to raise or to change its arguments, score 0; and a suite that is too lax stays so, but for one thing: numpy's
-`allclose` asks for equal shapes here.
+`allclose` asks for equal shapes here, its other comparisons of close values refuse an empty list beside a number.
 """
 
 from __future__ import annotations

@@ -183,15 +183,26 @@ def _compare_shapes():
     """Broadcasting would let an empty list be close to any number."""
     import numpy
 
-    def strict(function):
-        def compare(actual, expected, *args, **kwargs):
-            assert numpy.shape(actual) == numpy.shape(expected)
-            return function(actual, expected, *args, **kwargs)
+    def strict(function, same):
+        def compare(*args, **kwargs):
+            actual, expected, *_ = *args, *kwargs.values()
+            assert same(actual, expected)
+            return function(*args, **kwargs)
 
         return compare
 
-    numpy.allclose = strict(numpy.allclose)
-    numpy.testing.assert_allclose = strict(numpy.testing.assert_allclose)
+    def equal_shapes(actual, expected):
+        return numpy.shape(actual) == numpy.shape(expected)
+
+    def both_or_none_empty(actual, expected):
+        return (numpy.size(actual) == 0) == (numpy.size(expected) == 0)
+
+    numpy.allclose = strict(numpy.allclose, equal_shapes)
+    numpy.testing.assert_allclose = strict(numpy.testing.assert_allclose, equal_shapes)
+    # these are also used to compare an array with one number
+    numpy.isclose = strict(numpy.isclose, both_or_none_empty)
+    for name in ("assert_array_equal", "assert_almost_equal", "assert_array_almost_equal"):
+        setattr(numpy.testing, name, strict(getattr(numpy.testing, name), both_or_none_empty))
 
 
 def main(job_fd):

@@ -3,8 +3,10 @@
 A program sees a read-only file system of `/usr`, the Python installation and its packages: no home, no `/etc`, no
 `/proc`, no network, no environment. `/tmp` is a small file system in memory. It runs as a user of its own (started by
 root: one that nothing else uses) in namespaces of its own, without capabilities and without the right to make further
-user namespaces. CPU time, address space, file size, open files and the number of processes are limited, each process
-of a program by itself; when the wall time is over, or the program has ended, whatever it started is killed.
+user namespaces. Some system calls are refused: shared memory, which no limit counts, the keyrings of the user who
+trains, and sockets that no namespace confines. CPU time, address space, file size, open files and the number of
+processes are limited, each process of a program by itself; when the wall time is over, or the program has ended,
+whatever it started is killed.
 
 Not covered: bugs of the kernel, the load on CPU and memory bandwidth within the limits, and reading what lies in the
 Python installation. Processes of one program may use `memory_mb` each, so `PROCESSES` times that together.
@@ -13,18 +15,23 @@ Python installation. Processes of one program may use `memory_mb` each, so `PROC
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import json
 import os
+import platform
 import random
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -40,6 +47,13 @@ PROCESSES = 8
 # Bytes of one file, and of all files in /tmp together.
 FILES = 16 << 20
 _CHECKER_MB = 1024
+
+# By machine: its name in a seccomp filter, the number of `socket`, and those of shmget, semget, msgget, add_key,
+# request_key, keyctl and io_uring_setup, the last of which would open sockets past the filter.
+_SYSTEM_CALLS = {
+    "x86_64": (0xC000003E, 41, (29, 64, 68, 248, 249, 250, 425)),
+    "aarch64": (0xC00000B7, 198, (194, 190, 186, 217, 218, 219, 425)),
+}
 
 _INSIDE = Path(__file__).with_name("inside.py")
 _ENVIRONMENT = {
@@ -130,19 +144,24 @@ class Sandbox:
             "paths": _package_folders(),
         }
         # The interpreter reads the job from an unlinked file: neither its size nor a program that dies early blocks.
-        with tempfile.TemporaryFile() as file:
-            file.write(json.dumps(job).encode("ascii"))
-            file.seek(0)
-            command = [_interpreter(), "-I", "-S", "-X", "utf8", "-c", self._source, str(file.fileno())]
+        with (
+            _file(json.dumps(job).encode("ascii")) as job_fd,
+            _file(_filter() if self.sandboxed else b"") as filter_fd,
+        ):
+            command = [_interpreter(), "-I", "-S", "-X", "utf8", "-c", self._source, str(job_fd)]
             return subprocess.Popen(
-                [*(_wrapper() if self.sandboxed else []), *command],
+                [*(_wrapper(filter_fd) if self.sandboxed else []), *command],
                 stdin=stdin,
                 stdout=stdout,
                 stderr=subprocess.DEVNULL,
                 env=_ENVIRONMENT,
                 cwd="/" if self.sandboxed else tempfile.gettempdir(),
                 start_new_session=True,
-                pass_fds=[file.fileno(), *([] if request_fd is None else [request_fd])],
+                pass_fds=[
+                    job_fd,
+                    *([filter_fd] if self.sandboxed else []),
+                    *([] if request_fd is None else [request_fd]),
+                ],
             )
 
     def kill(self, process: subprocess.Popen[bytes]) -> None:
@@ -153,10 +172,15 @@ class Sandbox:
         """
         # Before the process is reaped: until then nothing else can have its number.
         if process.returncode is None:
-            children = [] if self.sandboxed else psutil.Process(process.pid).children(recursive=True)
+            # Stopped, it starts nothing more. Early on, bubblewrap's child does not end with bubblewrap yet.
+            os.kill(process.pid, signal.SIGSTOP)
+            parent = psutil.Process(process.pid)
+            while parent.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
+                time.sleep(0.001)
+            children = parent.children(recursive=True)
             os.killpg(process.pid, signal.SIGKILL)
             for child in children:
-                with contextlib.suppress(psutil.NoSuchProcess):
+                with contextlib.suppress(psutil.Error):
                     child.kill()
             process.wait()
         if process.stdout is not None:
@@ -177,16 +201,20 @@ class Sandbox:
         missing = [name for name in ("bwrap", *(["setpriv"] if os.geteuid() == 0 else [])) if not shutil.which(name)]
         if missing:
             return f"{' and '.join(missing)} cannot be found"
+        if platform.machine() not in _SYSTEM_CALLS:
+            return f"it knows the system calls of {' and '.join(_SYSTEM_CALLS)} alone, not of {platform.machine()}"
         script = f"import sys; sys.path += {_package_folders()}; import numpy; print('works')"
         try:
-            done = subprocess.run(
-                [*_wrapper(), _interpreter(), "-I", "-S", "-c", script],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=60,
-                env=_ENVIRONMENT,
-            )
+            with _file(_filter()) as filter_fd:
+                done = subprocess.run(
+                    [*_wrapper(filter_fd), _interpreter(), "-I", "-S", "-c", script],
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    text=True,
+                    timeout=60,
+                    env=_ENVIRONMENT,
+                    pass_fds=[filter_fd],
+                )
         except subprocess.TimeoutExpired:
             return "bwrap does not answer"
         if done.stdout != "works\n":
@@ -219,6 +247,30 @@ def read_all(process: subprocess.Popen[bytes], deadline: float, limit: int) -> b
             return None
 
 
+@contextlib.contextmanager
+def _file(content: bytes) -> Iterator[int]:
+    """The descriptor of an unlinked file with `content`, at its start."""
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.seek(0)
+        yield file.fileno()
+
+
+def _filter() -> bytes:
+    """The seccomp program of the sandbox: which system calls fail with EPERM."""
+    machine, open_socket, refused = _SYSTEM_CALLS[platform.machine()]
+    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
+    allow, refuse = (give, 0, 0, 0x7FFF0000), (give, 0, 0, 0x00050000 | errno.EPERM)
+    # (code, instructions to skip if true, if false, operand); calls of another kind than the machine's own are refused
+    lines = [(load, 0, 0, 4), (equal, 1, 0, machine), refuse, (load, 0, 0, 0), (at_least, 0, 1, 1 << 30), refuse]
+    for number in refused:
+        lines += [(equal, 0, 1, number), refuse]
+    lines += [(equal, 1, 0, open_socket), allow, (load, 0, 0, 16)]
+    for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6):
+        lines += [(equal, 0, 1, family), allow]
+    return b"".join(struct.pack("=HBBI", *line) for line in [*lines, refuse])
+
+
 def _interpreter() -> str:
     """The interpreter behind a virtual environment: it starts without looking at one."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
@@ -233,7 +285,8 @@ def _package_folders() -> list[str]:
     return sorted(os.path.realpath(folder) for folder in found if os.path.isdir(folder))
 
 
-def _wrapper() -> list[str]:
+def _wrapper(filter_fd: int) -> list[str]:
+    """The command before the interpreter's; `filter_fd` holds the result of `_filter`."""
     root = os.geteuid() == 0
     program = shutil.which("bwrap") or "bwrap"
     bwrap = [program, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
@@ -260,8 +313,10 @@ def _wrapper() -> list[str]:
         bwrap += ["--ro-bind-try", path, path]
     bwrap += ["--dev", "/dev", "--remount-ro", "/dev"]
     bwrap += ["--size", str(FILES), "--perms", "1777", "--tmpfs", "/tmp", "--chdir", "/tmp"]
+    seccomp = ["--seccomp", str(filter_fd)]
     if not root:
-        return [*bwrap, "--remount-ro", "/", "--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534"]
+        user = ("--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534")
+        return [*bwrap, "--remount-ro", "/", *user, *seccomp, "--"]
     # For root the number of processes is not limited, whatever a user namespace calls it. So the sandbox switches to
     # a user that nothing else runs as, and only then enters a user namespace, which needs /proc until it is hidden.
     users = min(int(Path("/proc/self/uid_map").read_text().split()[2]), 2**31)
@@ -271,5 +326,5 @@ def _wrapper() -> list[str]:
         *("--proc", "/proc", "--remount-ro", "/", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--"),
         *(shutil.which("setpriv") or "setpriv", "--reuid", user, "--regid", user, "--clear-groups", "--"),
         *(program, "--unshare-user", "--disable-userns", "--die-with-parent", "--dev-bind", "/", "/"),
-        *("--size", "4096", "--tmpfs", "/proc", "--remount-ro", "/proc", "--"),
+        *("--size", "4096", "--tmpfs", "/proc", "--remount-ro", "/proc", *seccomp, "--"),
     ]
