@@ -1,8 +1,10 @@
 """Where there is no sandbox: refusal, or limits alone."""
 
 import os
+import tempfile
 import time
 import uuid
+from pathlib import Path
 
 import pytest
 from rewards.programs import needs_sandbox, wait_until_gone
@@ -84,3 +86,16 @@ def test_descriptors_are_closed(unsandboxed):
     for program in ("print(1)", "exit(1)", "while True: print(1)"):
         unsandboxed.run(program, "", 10)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@needs_sandbox
+def test_packages_may_lie_in_tmp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sandbox has a /tmp of its own, which must not hide an environment that was made there."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        Path(folder, "marker.py").write_text("VALUE = 42\n")
+        folders = sandbox_module._package_folders()
+        monkeypatch.setattr(sandbox_module, "_package_folders", lambda: [*folders, folder])
+        program = "import marker\nprint(marker.VALUE)\nopen('/tmp/mine', 'w').write('x')\n"
+        program += "try:\n    open(marker.__file__, 'w')\nexcept OSError as error:\n    print(error.strerror)\n"
+        assert Sandbox(5.0).run(program, "", 100) == "42\nRead-only file system\n"

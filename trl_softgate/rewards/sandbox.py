@@ -298,7 +298,9 @@ def _wrapper(filter_fd: int) -> list[str]:
             bwrap += ["--symlink", os.readlink(folder), folder]
         elif os.path.isdir(folder):
             bwrap += ["--ro-bind", folder, folder]
-    made: set[Path] = set()
+    # before the packages: an environment may lie in /tmp
+    bwrap += ["--size", str(FILES), "--perms", "1777", "--tmpfs", "/tmp", "--chdir", "/tmp"]
+    made = {Path("/tmp")}
     for folder in (os.path.realpath(sys.base_prefix), *_package_folders()):
         if folder.startswith("/usr/"):
             continue
@@ -312,7 +314,6 @@ def _wrapper(filter_fd: int) -> list[str]:
     for path in ("/etc/ld.so.cache", "/etc/alternatives"):
         bwrap += ["--ro-bind-try", path, path]
     bwrap += ["--dev", "/dev", "--remount-ro", "/dev"]
-    bwrap += ["--size", str(FILES), "--perms", "1777", "--tmpfs", "/tmp", "--chdir", "/tmp"]
     seccomp = ["--seccomp", str(filter_fd)]
     if not root:
         user = ("--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534")
