@@ -284,6 +284,7 @@ def architecture(recipe: Recipe) -> str:
 KINDS = {kind(config): config for config in CONFIGS}
 
 
+@pytest.mark.filterwarnings("ignore:Programs that the model wrote run without a sandbox")
 @pytest.mark.parametrize("config", KINDS.values(), ids=lambda path: path.stem)
 def test_it_starts(common, config, models, problems, tmp_path):
     recipe = read_recipe(config)
