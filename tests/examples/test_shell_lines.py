@@ -23,6 +23,7 @@ SHORT = ["--max_steps", "1", "--max_completion_length", "8"]
 # words of a line -> what is added to it
 CHANGES: dict[str, list[str]] = {
     "smollm2_teacher_adapter.py": ["--steps", "2", "--batch_size", "2", "--train_size", "8", "--eval_size", "2"],
+    "configs/smollm2_saf": ["--teacher_self_test", "false"],  # which untrained models fail
     "configs/qwen3_": [*TINY, *ON_CPU, *SHORT],
     "recipes/evaluate.py": ["--dataset_path", "gsm8k", "--train_size", "2", "--bootstrap_resamples", "100"],
 }
@@ -74,9 +75,12 @@ def command(words: list[str]) -> list[str]:
 @pytest.mark.timeout(1800)
 def test_lines_in_their_order(folder: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    failed = []
     for words in runnable():
         done = subprocess.run(command(words), cwd=folder, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        if done.returncode != 0:
+            failed.append(f"{shlex.join(words)}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
+    assert not failed, "\n\n".join(failed)
     assert (folder / "report.html").stat().st_size > 10_000
     assert (folder / "runs" / "mine-merged" / "model.safetensors").is_file()
     assert json.loads((folder / "runs" / "evaluation" / "results.json").read_text())
