@@ -95,6 +95,8 @@ class RecipeParser(TrlParser):
                 continue
             if key not in options:
                 raise Mistake(f"{path} has the key {key}, which is no option: {self._close(str(key))}")
+            if key == "scale_rewards" and isinstance(value, bool):
+                continue  # which TRL takes, too, though it calls it text
             if key in hints and not _fits(value, hints[key]):
                 raise Mistake(f"{key} in {path} must be {_wanted(hints[key])}, got {value!r}.")
             choices = options[key].choices  # which argparse looks at only on the command line

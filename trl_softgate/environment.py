@@ -79,14 +79,14 @@ _PROBES = (
     _Probe(
         "vLLM",
         "vllm",
-        "pip install 'trl-softgate[vllm]'",
+        "pip install 'trl-softgate[vllm]', in an environment without constraints.txt",
         "from vllm.platforms import current_platform\n"
         "assert not current_platform.is_unspecified(), 'vLLM finds no device that it supports'",
     ),
     _Probe(
         "DeepSpeed",
         "deepspeed",
-        "pip install 'trl-softgate[deepspeed]'",
+        "pip install -c constraints.txt -e '.[deepspeed]'",
         "import torch\n"
         "from deepspeed.accelerator import get_accelerator\n"
         "found = get_accelerator().device_name()\n"
@@ -95,7 +95,7 @@ _PROBES = (
     _Probe(
         "bitsandbytes",
         "bitsandbytes",
-        "pip install 'trl-softgate[quantization]'",
+        "pip install -c constraints.txt -e '.[quantization]'",
         "import torch\n"
         "device = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
         "weight = torch.ones(64, 64, dtype=torch.bfloat16, device=device)\n"
@@ -277,9 +277,9 @@ def model_size(name: str, lora_rank: int = 16) -> ModelSize:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        why = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         raise EnvironmentProblem(
-            f"{name} is neither a folder with the config.json of a causal language model nor one on the hub: {why}."
+            f"{name} is neither a folder with the config.json of a causal language model nor the name of one on the "
+            "hub that can be reached."
         ) from error
     head = model.get_output_embeddings()
     text = config.get_text_config()
@@ -485,7 +485,7 @@ def print_estimates(
         "training",
         "teacher",
         *(_backend(backend, gpus) for backend in BACKENDS),
-        "first that fits",
+        "first that fits, in recipes/accelerate",
         title=f"GB on each of {gpus} GPU{'s' if gpus > 1 else ''} of {gpu_memory:g} GB: {escape(student.name)}, "
         f"{_amount(student.parameters)} parameters, {tokens:,} tokens per micro-batch",
     )
@@ -494,7 +494,7 @@ def print_estimates(
             row = [setup for setup in setups if (setup.method, setup.teacher) == (method, teacher)]
             cells = [f"[{'green' if s.fits(gpu_memory) else 'red'}]{s.total / 1e9:.1f}[/]" for s in row]
             best = first.get((method, teacher))
-            table.add_row(method, teacher, *(cells or "---"), best.config if best else "-")
+            table.add_row(method, teacher, *(cells or "---"), Path(best.config).name if best else "-")
     console.print(table)
     cheapest = min(first.values(), key=lambda setup: setup.total, default=None)
     for setup in setups if explain else [cheapest or min(setups, key=lambda setup: setup.total)]:

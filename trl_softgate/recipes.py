@@ -150,7 +150,7 @@ def recipe_table(recipes: Sequence[Recipe]) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title="Recipes", caption="How to launch one: the first line of its file.")
+    table = Table(title="Recipes", caption="How to launch one: the first line of its file in recipes/configs.")
     table.add_column("model, file", no_wrap=True)
     for name in ("method", "hardware", "memory"):
         table.add_column(name)

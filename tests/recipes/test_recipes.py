@@ -339,6 +339,16 @@ def test_it_starts(common, config, models, problems, tmp_path):
 # The command line
 
 
+def test_scale_rewards_may_be_written_as_a_boolean(common, tmp_path):
+    file = tmp_path / "mine.yaml"
+    values = yaml.safe_load((RECIPES / "configs" / "smollm2_gspo_lora_cpu.yaml").read_text())
+    file.write_text(yaml.safe_dump({**values, "scale_rewards": False, "output_dir": str(tmp_path)}))
+    _, training, _ = common.make_parser(GSPOConfig).parse_args_and_config(["--config", str(file)])
+    assert training.scale_rewards == "none"
+    words = ["--config", str(file), "--scale_rewards", "true"]
+    assert common.make_parser(GSPOConfig).parse_args_and_config(words)[1].scale_rewards == "group"
+
+
 def test_command_line_overrides_the_file(common, tmp_path):
     config = RECIPES / "configs" / "smollm2_saf_lora_cpu.yaml"
     task, training, model = common.make_parser(SAFDistillConfig).parse_args_and_config(

@@ -56,7 +56,8 @@ def reward():
     ],
 )
 def test_extract_answer(completion, answer):
-    assert extract_answer(completion) == answer
+    found = extract_answer(completion)
+    assert (None if found is None else found[0]) == answer
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,25 @@ def test_extract_answer(completion, answer):
 )
 def test_equal(reward, given, right, score):
     assert reward(completions=[rf"It is \boxed{{{given}}}."], answer=[right]) == [score]
+
+
+@pytest.mark.parametrize(
+    ("completion", "right", "score"),
+    [
+        ("42", "42", 1),
+        ("1,042.0", "1042", 1),
+        ("$42$", "42", 1),
+        ("x^2", "x^2", 1),
+        ("17 + 25", "42", 0),
+        ("You see, that adds to the numbers 17 + 25.", "42", 0),
+        ("Here 3 + 4 = 7", "7", 0),
+        ("nan", "nan ", 1),
+        ("sNaN", "42", 0),
+        ("Infinity", "inf", 0),
+    ],
+)
+def test_without_a_box_the_whole_completion_is_the_answer(reward, completion, right, score):
+    assert reward(completions=[completion], answer=[right]) == [score]
 
 
 def test_batch_in_order(reward):

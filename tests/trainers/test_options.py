@@ -318,6 +318,13 @@ def test_defaults_are_the_papers_and_silent(method: str, tmp_path: Path) -> None
     assert args.aggregation == ("token_mean" if method in (SAF_GRPO, SAF_SAPO) else "seq_mean_token_mean")
 
 
+@pytest.mark.parametrize(
+    ("value", "kept"), [("false", "none"), (False, "none"), ("True", "group"), ("batch", "batch")]
+)
+def test_scale_rewards_as_the_command_line_writes_it(value: Any, kept: str, tmp_path: Path) -> None:
+    assert _make(SAPO, tmp_path, scale_rewards=value).scale_rewards == kept
+
+
 def test_one_completion_per_prompt_in_distillation_alone(tmp_path: Path) -> None:
     args = _make(SAF_GRPO, tmp_path, grpo_coef=0.0, num_generations=1)
     assert type(args.num_generations) is int  # as it goes to JSON and to the samplers

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import weakref
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from ..validation import require_number, require_whole
@@ -31,30 +32,41 @@ _LONGEST = 2000
 _WORKER = [sys.executable, "-P", "-m", "trl_softgate.rewards.math_worker"]
 
 
-def extract_answer(completion: Any) -> str | None:
-    r"""What is in the last `\boxed{}` behind the thoughts; without one, the whole text if it is a single line."""
+def extract_answer(completion: Any) -> tuple[str, bool] | None:
+    r"""What is in the last `\boxed{}` behind the thoughts, and True; without one the whole text and False, if it is a
+    single line."""
     text = final_text(completion)
     if text is None:
         return None
     start = max(text.rfind(r"\boxed{"), text.rfind(r"\fbox{"))
     if start < 0:
         line = text.strip()
-        return line if line and "\n" not in line else None
+        return (line, False) if line and "\n" not in line else None
     start = text.index("{", start) + 1
     depth = 1
     for brace in re.finditer(r"(?<!\\)[{}]", text[start:]):
         depth += 1 if brace.group() == "{" else -1
         if depth == 0:
-            return text[start : start + brace.start()].strip()
+            return text[start : start + brace.start()].strip(), True
     return None
+
+
+def _number(text: str) -> Decimal | None:
+    try:
+        return Decimal(text.strip(" $").replace(",", ""))
+    except InvalidOperation:
+        return None
 
 
 class MathReward:
     """Reward function over the columns `completions` and `answer`: 1.0 where the answer is right, else 0.0.
 
-    Equal text is right without further ado; otherwise Math-Verify decides. An answer that takes longer than `timeout`,
-    or more memory than 4 GiB, is wrong. Can be called from any thread; the workers start when they are first needed
-    and end with the object, the process or `close`.
+    Equal text is right without further ado; otherwise Math-Verify decides what is in the box. Without a box, the whole
+    completion must be the answer's text or the same number: in a sentence Math-Verify would find any expression, also
+    one that repeats the problem. In the box, one that equals the answer without being worked out is right.
+
+    An answer that takes longer than `timeout`, or more memory than 4 GiB, is wrong. Can be called from any thread; the
+    workers start when they are first needed and end with the object, the process or `close`.
 
     Args:
         timeout: seconds for one answer.
@@ -86,12 +98,16 @@ class MathReward:
         """End the idle workers; the next call starts new ones."""
         _end_all(self._idle)
 
-    def _score(self, pair: tuple[str | None, str]) -> float:
-        given, right = pair
-        if given is None:
+    def _score(self, pair: tuple[tuple[str, bool] | None, str]) -> float:
+        extracted, right = pair
+        if extracted is None:
             return 0.0
+        given, boxed = extracted
         if given.split() == right.split():
             return 1.0
+        if not boxed:
+            number = _number(given)
+            return float(number is not None and number.is_finite() and number == _number(right))
         if len(given) > _LONGEST:
             return 0.0
         worker = self._worker()

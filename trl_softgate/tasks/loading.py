@@ -209,7 +209,7 @@ def load_task(args: TaskArguments, processing_class: PreTrainedTokenizerBase | N
     if train_size < 1 or train_size + args.eval_size > len(problems):
         raise ValueError(
             f"train_size {args.train_size} and eval_size {args.eval_size} ask for more problems than the "
-            f"{len(problems)} that are left of {args.dataset_name}: lower them."
+            f"{len(problems)} that are left of {args.dataset_name}: lower them, or leave train_size out for all."
         )
     if train_size == len(problems):
         return Task(problems, None, reward)

@@ -162,6 +162,9 @@ class BasePolicyConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         require_choice("aggregation", self.aggregation, AGGREGATIONS)
+        # the command line has text alone, and an old spelling of "group" and "none" is true and false
+        if str(self.scale_rewards).lower() in ("true", "false"):
+            self.scale_rewards = str(self.scale_rewards).lower() == "true"  # type: ignore[assignment]
         require_choice("scale_rewards", self.scale_rewards, ("group", "batch", "none", True, False))
         require_choice(
             "multi_objective_aggregation",
