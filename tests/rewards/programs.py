@@ -1,12 +1,15 @@
 """Completions and tests for the code reward."""
 
 import contextlib
+import os
+import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
-from trl_softgate.rewards.sandbox import Sandbox
+from trl_softgate.rewards.sandbox import Sandbox, _package_folders
 
 
 def why_no_sandbox() -> str | None:
@@ -19,6 +22,12 @@ def why_no_sandbox() -> str | None:
 
 PROBLEM = why_no_sandbox()
 needs_sandbox = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
+
+
+def shown_in_tmp() -> list[str]:
+    """What the sandbox shows in its /tmp: an environment that was made there."""
+    folders = [os.path.realpath(sys.base_prefix), *_package_folders()]
+    return sorted({Path(folder).parts[2] for folder in folders if folder.startswith("/tmp/")})
 
 
 def answer(program: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from rewards.programs import answer, needs_sandbox, processes, wait_until_gone
+from rewards.programs import answer, needs_sandbox, processes, shown_in_tmp, wait_until_gone
 
 from trl_softgate.rewards import code as code_module
 from trl_softgate.rewards import sandbox as sandbox_module
@@ -174,7 +174,7 @@ def test_files_of_the_user_are_not_there(sandbox, tmp_path):
     for path in (secret, Path(__file__), Path.home() / ".bashrc", Path.cwd() / "pyproject.toml"):
         assert sandbox.run(f"import os\nprint(os.path.lexists({str(path)!r}))", "", 100) == "False\n"
     shown = sandbox.run("import os\nprint(sorted(os.listdir('/tmp')), os.listdir('/etc'))", "", 1000)
-    assert shown is not None and shown.startswith("[] ") and "passwd" not in shown
+    assert shown is not None and shown.startswith(f"{shown_in_tmp()} ") and "passwd" not in shown
 
 
 def test_another_user_without_capabilities(sandbox):

@@ -7,7 +7,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from rewards.programs import needs_sandbox, wait_until_gone
+from rewards.programs import needs_sandbox, shown_in_tmp, wait_until_gone
 
 from trl_softgate.rewards import sandbox as sandbox_module
 from trl_softgate.rewards.sandbox import Sandbox
@@ -47,7 +47,7 @@ def test_refused_where_bubblewrap_fails(monkeypatch, tmp_path):
 def test_permission_to_go_without_changes_nothing_where_bubblewrap_works():
     sandbox = Sandbox(seconds=20, allow_unsandboxed=True)
     assert sandbox.sandboxed
-    assert sandbox.run("import os\nprint(os.listdir('/tmp'))", "", 1000) == "[]\n"
+    assert sandbox.run("import os\nprint(sorted(os.listdir('/tmp')))", "", 1000) == f"{shown_in_tmp()}\n"
 
 
 @pytest.mark.parametrize(("kwargs", "message"), [({"seconds": 0}, "`seconds`"), ({"memory_mb": 1}, "`memory_mb`")])
