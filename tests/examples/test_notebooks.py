@@ -41,7 +41,11 @@ def test_there_are_five() -> None:
     assert [path.name[:2] for path in PATHS] == ["01", "02", "03", "04", "05"]
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+# the later ones train for a minute each
+QUICK = [pytest.param(path, marks=[pytest.mark.slow] if path.stem > "03" else [], id=path.stem) for path in PATHS]
+
+
+@pytest.mark.parametrize("path", QUICK)
 def test_runs_from_start_to_end(path: Path, quick: dict[str, str], tmp_path: Path) -> None:
     kept, run = nbformat.read(path, as_version=4), execute(path, tmp_path, quick)
     assert [cell.execution_count for cell in code(run)] == list(range(1, len(code(run)) + 1))
