@@ -22,29 +22,6 @@ _PLACES = (
 )
 # The method's own options are said also where they are the default.
 _OWN = ("opd_", "grpo_coef", "policy_objective", "epsilon", "sapo_", "gate_", "aggregation")
-_CITATIONS = {
-    "2507.18071": """@article{zheng2025gspo,
-  title         = {Group Sequence Policy Optimization},
-  author        = {Zheng, Chujie and others},
-  year          = {2025},
-  eprint        = {2507.18071},
-  archivePrefix = {arXiv}
-}""",
-    "2511.20347": """@article{gao2025sapo,
-  title         = {Soft Adaptive Policy Optimization},
-  author        = {Gao, Chang and Zheng, Chujie and Chen, Xiong-Hui and Dang, Kai and Liu, Shixuan and Yu, Bowen and \
-Yang, An and Bai, Shuai and Zhou, Jingren and Lin, Junyang},
-  year          = {2025},
-  eprint        = {2511.20347},
-  archivePrefix = {arXiv}
-}""",
-    "2607.29209": """@article{safopd2026,
-  title         = {SAF-OPD},
-  year          = {2026},
-  eprint        = {2607.29209},
-  archivePrefix = {arXiv}
-}""",
-}
 
 
 class ExportError(ValueError):
@@ -127,7 +104,7 @@ def settings(args: GRPOConfig) -> dict[str, Any]:
 
 
 def complete_card(trainer: GRPOTrainer) -> None:
-    """Add the settings of the run and the paper's citation to the card that `create_model_card` wrote.
+    """Add the settings of the run to the card that `create_model_card` wrote.
 
     Called on every process; the main one writes. A second call changes nothing.
     """
@@ -144,11 +121,6 @@ def complete_card(trainer: GRPOTrainer) -> None:
     section = f"{_SETTINGS}\n\n```yaml\n{listed}```\n\n"
     before, mark, after = text.partition("### Framework versions")
     text = f"{before}{section}{mark}{after}"
-    paper: Any = trainer._paper
-    citation = _CITATIONS.get(paper.get("id", ""))
-    if citation is not None and not paper.get("citation"):
-        name = trainer._name
-        text = text.replace("## Citations\n", f"## Citations\n\nCite {name} as:\n\n```bibtex\n{citation}\n```\n", 1)
     # a base model in a folder has no page of its own, and a model that is not on the hub no name there
     text = text.replace("a fine-tuned version of [None](https://huggingface.co/None)", "a fine-tuned model", 1)
     text = text.replace("Model Card for None", f"Model Card for {path.parent.name}", 1)

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..diagnostics.health import HealthLimits, HealthMonitor, Transition
-from ..diagnostics.record import record_folder
+from ..diagnostics.record import read_lines, record_folder, write_lines
 from ..validation import require_choice, require_number, require_whole
 
 logger = logging.getLogger(__name__)
@@ -158,12 +157,9 @@ def _health_file(args: Any) -> Path:
 
 def _rewind(file: Path, step: int) -> None:
     """Drop what a run said of later steps before it was resumed; what led to a rollback stays."""
-    if not file.exists():
+    lines = read_lines(file)
+    if not lines:
         return
-    # a killed process may have left half a line
-    lines = [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
     taken_back = max((i for i, line in enumerate(lines) if (line["action"] or "").startswith("rollback")), default=-1)
     kept = [line for i, line in enumerate(lines) if step > 0 and (i <= taken_back or line["step"] <= step)]
-    temporary = file.with_name(f".{file.name}")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    os.replace(temporary, file)
+    write_lines(file, kept)

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..diagnostics.drift import DriftError, weight_drift
-from ..diagnostics.record import record_folder
+from ..diagnostics.record import read_lines, record_folder, write_lines
 
 _KEYS = ("name", "layer", "absolute", "relative", "stable_rank")
 
@@ -45,10 +45,8 @@ class WeightDriftCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any) -> None:
         self._folder = self._find_base(model)
         file = _file(args)
-        if state.is_world_process_zero and file.is_file():
-            rows = file.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [row for row in rows if json.loads(row)["step"] <= state.global_step]
-            file.write_text("".join(kept), encoding="utf-8")
+        if state.is_world_process_zero and (rows := read_lines(file)):
+            write_lines(file, [row for row in rows if row["step"] <= state.global_step])
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:

@@ -58,6 +58,22 @@ def record_folder(run: str | os.PathLike[str]) -> Path:
     return Path(run) / _FOLDER
 
 
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines, without the half of one that a killed process may have left; none, if there is
+    no file."""
+    if not file.is_file():
+        return []
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def write_lines(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Put `rows` in the place of what the file of JSON lines holds, in one rename."""
+    temporary = file.with_name(f".{file.name}")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    os.replace(temporary, file)
+
+
 class RunRecord:
     """The tables of one run.
 

@@ -952,7 +952,7 @@ class BasePolicyTrainer(GRPOTrainer):
     # State
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """TRL's card, with the settings of the run and the method's citation."""
+        """TRL's card, with the settings of the run."""
         super().create_model_card(*args, **kwargs)
         complete_card(self)
 

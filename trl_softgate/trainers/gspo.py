@@ -61,7 +61,17 @@ class GSPOTrainer(BasePolicyTrainer):
     _CONFIG = GSPOConfig
     _name = "GSPO"
     _tag_names: ClassVar[list[str]] = ["trl", "gspo", "trl-softgate"]
-    _paper: ClassVar[dict[str, Any]] = {"title": "Group Sequence Policy Optimization", "id": "2507.18071"}
+    _paper: ClassVar[dict[str, Any]] = {
+        "title": "Group Sequence Policy Optimization",
+        "id": "2507.18071",
+        "citation": """@article{zheng2025gspo,
+  title         = {Group Sequence Policy Optimization},
+  author        = {Zheng, Chujie and others},
+  year          = {2025},
+  eprint        = {2507.18071},
+  archivePrefix = {arXiv}
+}""",
+    }
 
     def _objective(
         self,

@@ -441,7 +441,16 @@ class SAFDistillTrainer(BasePolicyTrainer):
     _CONFIG = SAFDistillConfig
     _name = "SAF-Distill"
     _tag_names: ClassVar[list[str]] = ["trl", "saf-opd", "trl-softgate"]
-    _paper: ClassVar[dict[str, Any]] = {"title": "SAF-OPD", "id": "2607.29209"}
+    _paper: ClassVar[dict[str, Any]] = {
+        "title": "SAF-OPD",
+        "id": "2607.29209",
+        "citation": """@article{safopd2026,
+  title         = {SAF-OPD},
+  year          = {2026},
+  eprint        = {2607.29209},
+  archivePrefix = {arXiv}
+}""",
+    }
     args: SAFDistillConfig
 
     def __init__(
@@ -683,9 +692,8 @@ class SAFDistillTrainer(BasePolicyTrainer):
         mask: torch.Tensor,
     ) -> ObjectiveOutput:
         tensors = (per_token_logps, old_per_token_logps, advantages, mask)
-        if self.args.policy_objective == "sapo":
-            assert self._gate is not None
-            return sapo_loss(*tensors, **vars(self._gate))
+        if (gate := self._gate) is not None:
+            return sapo_loss(*tensors, **vars(gate))
         clip = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high, "delta": self.args.delta}
         if self.args.policy_objective == "grpo":
             return grpo_loss(*tensors, **clip)

@@ -54,7 +54,18 @@ class SAPOTrainer(BasePolicyTrainer):
     _CONFIG = SAPOConfig
     _name = "SAPO"
     _tag_names: ClassVar[list[str]] = ["trl", "sapo", "trl-softgate"]
-    _paper: ClassVar[dict[str, Any]] = {"title": "Soft Adaptive Policy Optimization", "id": "2511.20347"}
+    _paper: ClassVar[dict[str, Any]] = {
+        "title": "Soft Adaptive Policy Optimization",
+        "id": "2511.20347",
+        "citation": """@article{gao2025sapo,
+  title         = {Soft Adaptive Policy Optimization},
+  author        = {Gao, Chang and Zheng, Chujie and Chen, Xiong-Hui and Dang, Kai and Liu, Shixuan and Yu, Bowen and \
+Yang, An and Bai, Shuai and Zhou, Jingren and Lin, Junyang},
+  year          = {2025},
+  eprint        = {2511.20347},
+  archivePrefix = {arXiv}
+}""",
+    }
 
     def _objective(
         self,
@@ -63,5 +74,6 @@ class SAPOTrainer(BasePolicyTrainer):
         advantages: torch.Tensor,
         mask: torch.Tensor,
     ) -> ObjectiveOutput:
-        assert self._gate is not None
-        return sapo_loss(per_token_logps, old_per_token_logps, advantages, mask, **vars(self._gate))
+        gate = self._gate
+        assert gate is not None
+        return sapo_loss(per_token_logps, old_per_token_logps, advantages, mask, **vars(gate))
