@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+NOTEBOOKS ?=
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -15,7 +16,7 @@ PINS := pyproject.toml constraints.txt
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) PYTEST_ARGS='$(PYTEST_ARGS)' DEMO_ARGS='$(DEMO_ARGS)' BENCH_ARGS='$(BENCH_ARGS)'"
+	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) PYTEST_ARGS='$(PYTEST_ARGS)' DEMO_ARGS='$(DEMO_ARGS)' BENCH_ARGS='$(BENCH_ARGS)' NOTEBOOKS='$(NOTEBOOKS)'"
 
 demo: $(VENV)/.stamp-core ## install, then train a tiny student with SAF (no download of weights, no GPU)
 	$(BIN)/trl-softgate demo $(DEMO_ARGS)
@@ -32,8 +33,8 @@ test-slow: $(VENV)/.stamp-dev ## the tests that `make test` leaves out for their
 	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --ignore tests/distributed
 	$(BIN)/python -m pytest -m slow tests/distributed
 
-test-server: $(VENV)/.stamp-dev $(VENV)-vllm/.stamp ## the teacher server against a real `vllm serve` on the CPU, installed beside
-	TRL_SOFTGATE_VLLM=$(abspath $(VENV)-vllm)/bin/vllm $(BIN)/python -m pytest -m server tests/teachers
+test-server: $(VENV)/.stamp-dev $(VENV)-vllm/.stamp ## teacher server and evaluation against a real vLLM on the CPU, installed beside
+	TRL_SOFTGATE_VLLM=$(abspath $(VENV)-vllm)/bin/vllm $(BIN)/python -m pytest -m server tests/teachers tests/recipes
 
 lint: $(VENV)/.stamp-dev ## ruff check, ruff format --check, pyright
 	$(BIN)/ruff check .
@@ -43,8 +44,8 @@ lint: $(VENV)/.stamp-dev ## ruff check, ruff format --check, pyright
 docs: $(VENV)/.stamp-dev ## the documentation as pages that open without a server: runs/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-notebooks: $(VENV)/.stamp-dev ## run the notebooks of examples/ and keep what they show, in about a quarter of an hour
-	$(BIN)/python examples/run_notebooks.py
+notebooks: $(VENV)/.stamp-dev ## run the notebooks of examples/ and keep what they show, in about a quarter of an hour (NOTEBOOKS="01 04")
+	$(BIN)/python examples/run_notebooks.py $(NOTEBOOKS)
 
 bench: $(VENV)/.stamp-dev ## what a step costs beside stock TRL's, on this machine, in about half an hour (BENCH_ARGS="--size tiny")
 	$(BIN)/python benchmarks/step.py $(BENCH_ARGS)
@@ -68,7 +69,7 @@ $(VENV)/.stamp-core: $(VENV)/.stamp-torch $(PINS)
 	@touch $@
 
 # vLLM wants an older transformers, so it has an environment of its own.
-$(VENV)-vllm/.stamp: tests/teachers/install_vllm.sh
+$(VENV)-vllm/.stamp: tests/teachers/install_vllm.sh $(PINS)
 	tests/teachers/install_vllm.sh $(PYTHON) $(VENV)-vllm
 	@touch $@
 

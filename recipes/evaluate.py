@@ -13,16 +13,18 @@ As the papers do it: 32 completions at temperature 1 for AIME and HMMT (avg@32),
 All problems of the split are evaluated, or `--train_size` of them. `--output_dir` gets `results.json` and, with a line
 for each completion, `completions.jsonl`. Options can also come from `--config FILE.yaml`.
 
-For numbers to compare with a leaderboard, take its own harness, on a merged model (`trl-softgate merge`):
+For numbers to compare with a leaderboard, take its own harness, on a merged model (`trl-softgate merge`). This is the
+line of lighteval 0.13 for the mean over 64 completions of each problem:
 
     lighteval vllm "model_name=MODEL,dtype=bfloat16,max_model_length=18432,\\
-generation_parameters={temperature:1.0,top_p:1.0,max_new_tokens:16384}" aime25
+generation_parameters={temperature:1.0,top_p:1.0,max_new_tokens:16384}" aime25_avg
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -35,6 +37,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeR
 
 from trl_softgate.environment import versions
 from trl_softgate.evaluation import metrics, metrics_table
+from trl_softgate.export import DTYPES, merge_adapter
 from trl_softgate.tasks.known import KNOWN
 from trl_softgate.tasks.loading import Task, TaskArguments, load_task
 from trl_softgate.validation import require_choice, require_number, require_whole
@@ -53,7 +56,9 @@ class EvaluationArguments:
     )
     model_revision: str | None = field(default=None, metadata={"help": "Revision of the model on the hub."})
     backend: str = field(default="transformers", metadata={"help": "What generates: 'transformers' or 'vllm'."})
-    dtype: str = field(default="auto", metadata={"help": "Of the weights: 'auto' is as stored."})
+    dtype: str = field(
+        default="auto", metadata={"help": "Of the weights: 'auto' (as stored), 'bfloat16', 'float16' or 'float32'."}
+    )
     samples: int | None = field(
         default=None, metadata={"help": "Completions of each problem. None: the data set's own, else 1."}
     )
@@ -71,12 +76,16 @@ class EvaluationArguments:
     batch_size: int = field(default=16, metadata={"help": "Completions at a time (transformers)."})
     tensor_parallel_size: int = field(default=1, metadata={"help": "GPUs that share the model (vLLM)."})
     gpu_memory_utilization: float = field(default=0.9, metadata={"help": "Share of the GPU's memory (vLLM)."})
+    enforce_eager: bool = field(
+        default=False, metadata={"help": "No compilation and no CUDA graphs: starts faster, runs slower (vLLM)."}
+    )
     bootstrap_resamples: int = field(default=10_000, metadata={"help": "Draws of the bootstrap."})
     seed: int = field(default=0, metadata={"help": "Seed of the sampling and of the bootstrap."})
     output_dir: str = field(default="runs/evaluation", metadata={"help": "Folder of the results."})
 
     def __post_init__(self) -> None:
         require_choice("backend", self.backend, ("transformers", "vllm"))
+        require_choice("dtype", self.dtype, DTYPES)
         require_choice("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
         if self.samples is not None:
             require_whole("samples", self.samples, minimum=1)
@@ -204,7 +213,6 @@ def with_vllm(
     """As `with_transformers`."""
     try:
         from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
-        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise Mistake(
             "vLLM is not installed: pip install 'trl-softgate[vllm]' in an environment of its own, or "
@@ -212,34 +220,31 @@ def with_vllm(
         ) from error
     assert args.model_name_or_path is not None
     base, adapter, _ = resolve(args.model_name_or_path, args.model_revision)
-    lora: dict[str, Any] = {}
-    if adapter is not None:
-        from peft import PeftConfig
-
-        lora = dict(enable_lora=True, max_lora_rank=max(8, getattr(PeftConfig.from_pretrained(adapter), "r", 8)))
-    engine = LLM(
-        model=base,
-        revision=args.model_revision,
-        dtype=args.dtype,
-        tensor_parallel_size=args.tensor_parallel_size,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        max_model_len=max(map(len, prompts)) + decoding.max_new_tokens,
-        seed=args.seed,
-        **lora,
-    )
+    revision = args.model_revision
+    with tempfile.TemporaryDirectory(dir=args.output_dir) as merged:
+        if adapter is not None:  # vLLM's own LoRA takes fewer kinds and ranks
+            base, revision = str(merge_adapter(Path(adapter), Path(merged) / "model", dtype=args.dtype)), None
+        engine = LLM(
+            model=base,
+            revision=revision,
+            dtype=args.dtype,
+            tensor_parallel_size=args.tensor_parallel_size,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            enforce_eager=args.enforce_eager,
+            max_model_len=max(map(len, prompts)) + decoding.max_new_tokens,
+            seed=args.seed,
+        )
     sampling = SamplingParams(
         n=decoding.samples,
         temperature=decoding.temperature,
         top_p=decoding.top_p,
-        max_tokens=decoding.max_new_tokens,
-        seed=args.seed,
+        max_tokens=decoding.max_new_tokens,  # no seed of its own: every problem would draw the same numbers
     )
-    request = None if adapter is None else LoRARequest("adapter", 1, adapter)
     # several problems at a time keep the engine busy, and the progress bar moving
     at_once = max(1, 1024 // decoding.samples)
     for start in range(0, len(prompts), at_once):
         chunk = [{"prompt_token_ids": ids} for ids in prompts[start : start + at_once]]
-        outputs = engine.generate(chunk, sampling, lora_request=request, use_tqdm=False)
+        outputs = engine.generate(chunk, sampling, use_tqdm=False)
         for i, output in enumerate(outputs, start):
             for one in output.outputs:
                 ended = one.finish_reason == "stop"

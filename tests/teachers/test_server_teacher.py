@@ -4,6 +4,8 @@
 """
 
 import itertools
+import json
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 from scripts import execute
 from teachers import fault_proxy, vllm_server
 from teachers.fault_proxy import FaultProxy
+from test_readme import shell_lines
 from transformers import AutoTokenizer
 
 from trl_softgate import SAFDistillConfig, SAFDistillTrainer
@@ -25,9 +28,10 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
 
 
-def save_tiny(folder: Path, swap: tuple[int, int] | None = None) -> Path:
+def save_tiny(folder: Path, swap: tuple[int, int] | None = None, positions: int = 1024) -> Path:
     """A tiny model with log-probabilities that are far apart; vLLM's attention wants a head_dim of 32 at least."""
-    tiny.model(hidden=64, head_dim=32, max_position_embeddings=1024, initializer_range=0.3).save_pretrained(folder)
+    made = tiny.model(hidden=64, head_dim=32, max_position_embeddings=positions, initializer_range=0.3)
+    made.save_pretrained(folder)
     tiny.tokenizer(swap=swap).save_pretrained(folder)
     return folder
 
@@ -289,3 +293,28 @@ class TestSmolLM2:
         record_property("difference", f"{largest:.2e} {mean:.2e}")
         print(f"SmolLM2: largest {largest:.2e}, mean {mean:.2e}, down to {expected.min():.1f}")
         assert largest < 5e-4
+
+
+class TestDocumentedServer:
+    """The lines of docs/teachers.md, with a tiny model, and one device."""
+
+    def line(self, start: str) -> list[str]:
+        (found,) = {line for line in shell_lines() if line.startswith(start)}
+        return shlex.split(found)[2:]
+
+    def test_both_lines(self, tmp_path: Path) -> None:
+        model, *options = self.line("vllm serve ")
+        assert not model.startswith("-")
+        for name, value in (("--port", None), ("--tensor-parallel-size", "1")):
+            at = options.index(name)
+            options[at : at + 2] = [] if value is None else [name, value]
+        longest = int(options[options.index("--max-model-len") + 1])
+        folder, output = save_tiny(tmp_path, positions=longest), tmp_path / "out.json"
+        with vllm_server.serve(folder, max_model_len=longest, options=tuple(options)) as url:
+            words = self.line("python benchmarks/teachers.py ")
+            for name, value in (("--model", str(folder)), ("--server_url", url)):
+                words[words.index(name) + 1] = value
+            cases = ["--cases", "local", "server"]
+            execute("benchmarks/teachers.py", *words, "--repeat", "1", *cases, "--output", str(output))
+        results = json.loads(output.read_text())["results"]
+        assert results["server"]["mean"] == pytest.approx(results["local"]["mean"], abs=1e-4)

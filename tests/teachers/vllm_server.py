@@ -17,6 +17,19 @@ SECONDS_TO_START = 180.0
 SECONDS_TO_STOP = 20.0
 
 
+def environment() -> dict[str, str]:
+    """Variables under which vLLM runs on a small CPU."""
+    return {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        # compiling a few small functions takes longer than the rest of the first request
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
 @contextlib.contextmanager
 def serve(
     folder: Path,
@@ -39,18 +52,11 @@ def serve(
     port = _free_port()
     command = [executable, "serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--served-model-name", name, "--max-model-len", str(max_model_len), "--enforce-eager", *options]
-    env = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        # compiling a few small functions takes longer than the rest of the first request
-        "TORCHDYNAMO_DISABLE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
     with tempfile.TemporaryFile("w+") as log:
         # a session of its own, as the engine is another process
-        server = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        server = subprocess.Popen(
+            command, env=environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             url = f"http://127.0.0.1:{port}"
             if not _comes_up(url, server):

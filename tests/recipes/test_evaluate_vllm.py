@@ -1,0 +1,89 @@
+"""`recipes/evaluate.py --backend vllm` in a real vLLM on the CPU, held against the transformers backend.
+
+`make test-server` runs these; they need the path of a `vllm` executable in TRL_SOFTGATE_VLLM, in an environment that
+also has what recipes need.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig, get_peft_model
+from teachers import vllm_server
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    model = tiny.model(hidden=64, head_dim=32, max_position_embeddings=1024, initializer_range=0.3)
+    model.save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a rank that vLLM's own LoRA refuses, and with an effect on every completion."""
+    folder = tmp_path_factory.mktemp("adapter")
+    model = tiny.model(hidden=64, head_dim=32, max_position_embeddings=1024, initializer_range=0.3)
+    config = LoraConfig(r=12, target_modules="all-linear", init_lora_weights=False, lora_alpha=48)
+    torch.manual_seed(1)
+    made: Any = get_peft_model(model, config)
+    made.peft_config["default"].base_model_name_or_path = str(base)
+    made.save_pretrained(folder)
+    return folder
+
+
+def completions(model: Path, folder: Path, *options: str, vllm: bool) -> list[dict[str, Any]]:
+    problems = folder / "problems.jsonl"
+    problems.write_text("\n".join(json.dumps({"prompt": "What is " + "1+" * n + "1?", "answer": n}) for n in range(6)))
+    output = folder / ("vllm" if vllm else "transformers")
+    command = ["recipes/evaluate.py", "--model_name_or_path", str(model), "--dataset_name", str(problems)]
+    command += ["--max_new_tokens", "24", "--dtype", "float32", "--output_dir", str(output), *options]
+    executable = Path(os.environ[vllm_server.EXECUTABLE]).with_name("python") if vllm else sys.executable
+    env = vllm_server.environment() | {"PYTHONPATH": str(ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = subprocess.run(
+        [str(executable), *command, *(["--backend", "vllm", "--enforce_eager", "true"] if vllm else [])],
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    return [json.loads(line) for line in (output / "completions.jsonl").read_text().splitlines()]
+
+
+class TestGreedy:
+    """Both backends write the same completions, with the same lengths and ends."""
+
+    @pytest.mark.parametrize("which", ["base", "adapter"])
+    def test_is_that_of_transformers(self, which: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+        model = request.getfixturevalue(which)
+        ours, theirs = (completions(model, tmp_path, "--temperature", "0", vllm=vllm) for vllm in (True, False))
+        assert len(ours) == 6
+        assert ours == theirs
+
+    def test_the_adapter_has_an_effect(self, base: Path, adapter: Path, tmp_path: Path) -> None:
+        texts = [
+            [row["completion"] for row in completions(model, tmp_path, "--temperature", "0", vllm=False)]
+            for model in (base, adapter)
+        ]
+        assert all(one != other for one, other in zip(*texts, strict=True))
+
+
+def test_samples_differ(base: Path, tmp_path: Path) -> None:
+    options = ("--temperature", "1", "--samples", "3", "--train_size", "2", "--pass_k", "1", "3")
+    rows = completions(base, tmp_path, *options, vllm=True)
+    assert [row["problem"] for row in rows] == [0, 0, 0, 1, 1, 1]
+    assert len({row["completion"] for row in rows}) == 6
