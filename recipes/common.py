@@ -5,6 +5,7 @@ A mistake in the options, the files they name, or the data ends a recipe with on
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import os
 import sys
@@ -15,7 +16,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 
 import yaml
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils.hub import cached_file
+from transformers.utils.hub import cached_file, is_offline_mode
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from trl_softgate.tasks.known import KNOWN
@@ -43,8 +44,15 @@ class Mistake(ValueError):
     """What is wrong with the options or the data, and what to write instead, in one sentence."""
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, and leaves the lines of the description as they are."""
+
+
 class RecipeParser(TrlParser):
     """Parser of `--config FILE.yaml` and of every field of some dataclasses; its errors are one sentence."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, formatter_class=_Help, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -211,9 +219,14 @@ def check_model(name: str, option: str, revision: str | None = None, *, adapter:
     try:
         cached_file(name, wanted, revision=revision)
     except (OSError, ValueError) as error:
+        hint = ""
+        if folder.parts[0] == "runs":
+            hint = ": another command makes such a folder, and the key's comment in the recipe says which"
+        elif is_offline_mode():
+            hint = ": HF_HUB_OFFLINE is set, so only what was downloaded before can be"
         raise Mistake(
             f"{option}: {name} is neither a folder here nor the name of {_kind(adapter)} on the hub that can be "
-            "reached."
+            f"reached{hint}."
         ) from error
 
 

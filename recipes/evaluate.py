@@ -215,8 +215,7 @@ def with_vllm(
         from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise Mistake(
-            "vLLM is not installed: pip install 'trl-softgate[vllm]' in an environment of its own, or "
-            "--backend transformers."
+            "vLLM is not installed: pip install -e '.[vllm]' in an environment of its own, or --backend transformers."
         ) from error
     assert args.model_name_or_path is not None
     base, adapter, _ = resolve(args.model_name_or_path, args.model_revision)

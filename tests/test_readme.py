@@ -99,6 +99,11 @@ def check_vllm(words: list[str]) -> None:
     assert words[0] == "serve"
 
 
+def check_jupyter(words: list[str]) -> None:
+    assert words[0] == "execute"
+    assert all((ROOT / word).is_file() for word in words[1:])
+
+
 def check_pre_commit(words: list[str]) -> None:
     assert words == ["install"]
     assert (ROOT / ".pre-commit-config.yaml").is_file()
@@ -111,6 +116,7 @@ CHECKS = {
     "accelerate": check_accelerate,
     "trl-softgate": check_own_command,
     "vllm": check_vllm,
+    "jupyter": check_jupyter,
     "pre-commit": check_pre_commit,
 }
 

@@ -79,7 +79,7 @@ _PROBES = (
     _Probe(
         "vLLM",
         "vllm",
-        "pip install 'trl-softgate[vllm]', in an environment without constraints.txt",
+        "pip install -e '.[vllm]', in an environment of its own, without constraints.txt",
         "from vllm.platforms import current_platform\n"
         "assert not current_platform.is_unspecified(), 'vLLM finds no device that it supports'",
     ),

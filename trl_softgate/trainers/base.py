@@ -15,6 +15,7 @@ from accelerate.utils import gather_object
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler, get_config_model_id, pad
 
@@ -195,6 +196,7 @@ class BasePolicyConfig(GRPOConfig):
                 raise ValueError(
                     f"`{name}` has no effect in {self._METHOD}: leave it out (got {getattr(self, name)!r})."
                 )
+        self._check_precision()
         super().__post_init__()
         if self.adaptive_temperature_quantile is not None and self._window <= self.gradient_accumulation_steps:
             raise ValueError(
@@ -208,6 +210,15 @@ class BasePolicyConfig(GRPOConfig):
                 f"`aggregation='token_mean'` and the entropy bonus average over all tokens of an optimizer step, "
                 f"which must be known at its first micro-batch: make `steps_per_generation * num_iterations` "
                 f"({self._window}) a multiple of `gradient_accumulation_steps` ({self.gradient_accumulation_steps})."
+            )
+
+    def _check_precision(self) -> None:
+        """transformers refuses the same, but does not say that TRL's default is meant."""
+        wanted = self.bf16_full_eval or (not self.fp16 if self.bf16 is None else self.bf16)
+        if wanted and not (self.use_cpu or is_torch_bf16_gpu_available() or is_torch_xla_available()):
+            raise ValueError(
+                "`bf16` is on, as it is by default, and this machine has no accelerator for bfloat16: set "
+                "`bf16=False`, for the CPU `use_cpu=True` too (of a recipe: --bf16 false --use_cpu true)."
             )
 
     def _inexact(self, aux_loss: bool) -> dict[str, str]:
