@@ -29,8 +29,9 @@ else
 	$(BIN)/python -m pytest tests/distributed
 endif
 
+# in the order of `tests/conftest.py`: xdist's own begins with the files of many tests
 test-slow: $(VENV)/.stamp-dev ## the tests that `make test` leaves out for their time
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --ignore tests/distributed
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/distributed
 	$(BIN)/python -m pytest -m slow tests/distributed
 
 test-server: $(VENV)/.stamp-dev $(VENV)-vllm/.stamp ## teacher server and evaluation against a real vLLM on the CPU, installed beside
