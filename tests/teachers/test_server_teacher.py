@@ -300,7 +300,7 @@ class TestDocumentedServer:
 
     def line(self, start: str) -> list[str]:
         (found,) = {line for line in shell_lines() if line.startswith(start)}
-        return shlex.split(found)[2:]
+        return shlex.split(found, comments=True)[2:]
 
     def test_both_lines(self, tmp_path: Path) -> None:
         model, *options = self.line("vllm serve ")
