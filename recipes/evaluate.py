@@ -86,7 +86,6 @@ class EvaluationArguments:
     def __post_init__(self) -> None:
         require_choice("backend", self.backend, ("transformers", "vllm"))
         require_choice("dtype", self.dtype, DTYPES)
-        require_choice("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
         if self.samples is not None:
             require_whole("samples", self.samples, minimum=1)
         if self.temperature is not None:

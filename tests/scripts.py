@@ -3,18 +3,20 @@
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
 
-def execute(*command: str, timeout: float | None = None) -> str:
+def execute(
+    *command: str, timeout: float | None = None, python: str = sys.executable, env: Mapping[str, str] = os.environ
+) -> str:
     """Output of a documented `python` command, which a failure shows."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *command],
+        [python, *command],
         cwd=ROOT,
-        env=env,
+        env={**env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

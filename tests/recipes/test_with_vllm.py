@@ -5,43 +5,33 @@ also has what recipes need.
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-import tiny
 import torch
 from peft import LoraConfig, get_peft_model
+from scripts import execute
 from teachers import vllm_server
-
-ROOT = Path(__file__).parents[2]
+from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    model = tiny.model(hidden=64, head_dim=32, max_position_embeddings=1024, initializer_range=0.3)
-    model.save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
-    return folder
+    return vllm_server.save_tiny(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a rank that vLLM's own LoRA refuses, and with an effect on most next tokens."""
     folder = tmp_path_factory.mktemp("adapter")
-    model = tiny.model(hidden=64, head_dim=32, max_position_embeddings=1024, initializer_range=0.3)
-    config = LoraConfig(r=12, target_modules="all-linear", init_lora_weights=False, lora_alpha=48)
     torch.manual_seed(1)
-    made: Any = get_peft_model(model, config)
-    made.peft_config["default"].base_model_name_or_path = str(base)
+    config = LoraConfig(r=12, target_modules="all-linear", init_lora_weights=False, lora_alpha=48)
+    made: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype="float32"), config)
     made.save_pretrained(folder)
     ids = torch.arange(10, 200)[None]
     with torch.no_grad(), made.disable_adapter():
@@ -50,16 +40,12 @@ def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def execute(*command: str, vllm: bool, compiled: bool = False) -> None:
-    """Run Python, in the environment of vLLM or in this one."""
-    executable = Path(os.environ[vllm_server.EXECUTABLE]).with_name("python") if vllm else sys.executable
-    env = vllm_server.environment() | {"PYTHONPATH": str(ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+def with_vllm(*command: str, compiled: bool = False) -> None:
+    """Run Python in the environment of vLLM."""
+    env = vllm_server.environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if compiled:
         del env["TORCHDYNAMO_DISABLE"]
-    done = subprocess.run(
-        [str(executable), *command], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
+    execute(*command, python=str(Path(env[vllm_server.EXECUTABLE]).with_name("python")), env=env)
 
 
 def completions(model: Path, folder: Path, *options: str, vllm: bool) -> list[dict[str, Any]]:
@@ -68,7 +54,10 @@ def completions(model: Path, folder: Path, *options: str, vllm: bool) -> list[di
     output = folder / ("vllm" if vllm else "transformers")
     command = ["recipes/evaluate.py", "--model_name_or_path", str(model), "--dataset_name", str(problems)]
     command += ["--max_new_tokens", "24", "--dtype", "float32", "--output_dir", str(output), *options]
-    execute(*command, *(["--backend", "vllm", "--enforce_eager", "true"] if vllm else []), vllm=vllm)
+    if vllm:
+        with_vllm(*command, "--backend", "vllm", "--enforce_eager", "true")
+    else:
+        execute(*command)
     return [json.loads(line) for line in (output / "completions.jsonl").read_text().splitlines()]
 
 
@@ -101,7 +90,7 @@ def test_sampler_follows_the_policy(base: Path, adapter: Path, tmp_path: Path) -
     command += ["--config", config, "--model_name_or_path", str(base), "--teacher_adapter", str(adapter)]
     command += ["--teacher_self_test", "false", "--opd_warmup_steps", "0", "--learning_rate", "1e-2"]
     command += ["--max_steps", "4", "--use_vllm", "true", "--vllm_mode", "colocate", "--output_dir", str(tmp_path)]
-    execute(*command, vllm=True, compiled=True)
+    with_vllm(*command, compiled=True)
     scalars: Any = pd.read_parquet(tmp_path / "record" / "scalars").pivot(index="step", columns="name", values="value")
     assert len(scalars) == 4
     assert (scalars["sampling/sampling_logp_difference/mean"] < 0.05).all()

@@ -17,6 +17,7 @@ import torch
 from scripts import execute
 from teachers import fault_proxy, vllm_server
 from teachers.fault_proxy import FaultProxy
+from teachers.vllm_server import save_tiny
 from test_readme import shell_lines
 from transformers import AutoTokenizer
 
@@ -26,14 +27,6 @@ from trl_softgate.teachers import LocalTeacher, ServerTeacher, TeacherError, Tea
 ROOT = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
-
-
-def save_tiny(folder: Path, swap: tuple[int, int] | None = None, positions: int = 1024) -> Path:
-    """A tiny model with log-probabilities that are far apart; vLLM's attention wants a head_dim of 32 at least."""
-    made = tiny.model(hidden=64, head_dim=32, max_position_embeddings=positions, initializer_range=0.3)
-    made.save_pretrained(folder)
-    tiny.tokenizer(swap=swap).save_pretrained(folder)
-    return folder
 
 
 def request(tokenizer: Any, prompts: list[int], completions: list[int], *, pad: int, seed: int = 0) -> TeacherRequest:

@@ -10,11 +10,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import tiny
 import urllib3
 
 EXECUTABLE = "TRL_SOFTGATE_VLLM"
 SECONDS_TO_START = 180.0
 SECONDS_TO_STOP = 20.0
+
+
+def save_tiny(folder: Path, swap: tuple[int, int] | None = None, positions: int = 1024) -> Path:
+    """A tiny model with log-probabilities that are far apart; vLLM's attention wants a head_dim of 32 at least."""
+    made = tiny.model(hidden=64, head_dim=32, max_position_embeddings=positions, initializer_range=0.3)
+    made.save_pretrained(folder)
+    tiny.tokenizer(swap=swap).save_pretrained(folder)
+    return folder
 
 
 def environment() -> dict[str, str]:

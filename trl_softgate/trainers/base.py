@@ -214,7 +214,7 @@ class BasePolicyConfig(GRPOConfig):
 
     def _check_precision(self) -> None:
         """transformers refuses the same, but does not say that TRL's default is meant."""
-        wanted = self.bf16_full_eval or (not self.fp16 if self.bf16 is None else self.bf16)
+        wanted = not self.fp16 if self.bf16 is None else self.bf16
         if wanted and not (self.use_cpu or is_torch_bf16_gpu_available() or is_torch_xla_available()):
             raise ValueError(
                 "`bf16` is on, as it is by default, and this machine has no accelerator for bfloat16: set "
